@@ -1,0 +1,36 @@
+"""Every exception treeconv raises on purpose; each docstring says when."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendUnavailable",
+    "CorpusError",
+    "InvalidArgument",
+    "InvalidTree",
+    "LawBroken",
+    "TreeconvError",
+]
+
+
+class TreeconvError(Exception):
+    """Base class: ``except TreeconvError`` catches whatever treeconv reports on purpose."""
+
+
+class InvalidArgument(TreeconvError, ValueError):
+    """An argument breaks a documented rule; the message reads ``name=value, but must be <rule>``."""
+
+
+class InvalidTree(InvalidArgument):
+    """A draft tree, or the converted form of one, is malformed; the message names the node and the rule."""
+
+
+class BackendUnavailable(TreeconvError, RuntimeError):
+    """A backend is unknown, cannot be imported here, or does not take this input; the message says why."""
+
+
+class CorpusError(TreeconvError, ValueError):
+    """A corpus file is missing, truncated, corrupt or of an unknown schema; the message names the file."""
+
+
+class LawBroken(TreeconvError, AssertionError):
+    """A sampler broke a law; the message holds the case, got, want, and a line that replays it."""
