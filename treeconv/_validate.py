@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from treeconv.errors import InvalidArgument, InvalidTree
 from treeconv.tree import Coins, DraftTree, VerifyInput
 
@@ -20,6 +22,7 @@ __all__ = [
     "check_rows",
     "check_sequence_of_trees",
     "check_temperature",
+    "check_tokens",
     "check_verify_input",
     "tree_pointers",
 ]
@@ -83,8 +86,8 @@ def tree_pointers(first: Sequence[int], sibling: Sequence[int], where: str = "")
     return parents
 
 
-def check_verify_input(batch: VerifyInput, vocab_size: int | None = None) -> None:
-    """Shapes, dtypes and devices; on the CPU also the pointers, the tokens and sibling duplicates.
+def check_verify_input(batch: VerifyInput) -> None:
+    """Shapes, dtypes and devices; on the CPU also the pointers and sibling duplicates.
 
     On a CUDA device the *contents* are not read back, so that no call waits for the device: convert
     with :func:`treeconv.to_verify_input`, which only makes valid batches.
@@ -105,8 +108,39 @@ def check_verify_input(batch: VerifyInput, vocab_size: int | None = None) -> Non
             raise InvalidArgument(
                 f"{name}.device={tensor.device}, but must be {batch.device}, the device of candidates"
             )
-    if batch.device.type != "cpu":
-        return
+    if batch.device.type == "cpu" and not _is_surely_valid(batch):
+        _name_the_fault(batch)
+
+
+def _is_surely_valid(batch: VerifyInput) -> bool:
+    """A quick sufficient test: every slot is pointed at once at most, and no sibling repeats a token."""
+    tokens = batch.candidates.numpy()
+    first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
+    size, slots = tokens.shape
+    if min(first.min(), sibling.min()) < -1 or max(first.max(), sibling.max()) >= slots:
+        return False
+    row = slots * np.arange(size)[:, None]
+    is_first, has_younger = first >= 0, sibling >= 0
+    firsts = (first + row)[is_first]
+    youngers = (sibling + row)[has_younger]
+    pointed_at = np.bincount(np.concatenate([firsts, youngers]), minlength=tokens.size)
+    if pointed_at.max(initial=0) > 1 or pointed_at[:: slots].any() or (sibling[:, 0] != -1).any():
+        return False
+    # The eldest sibling stands for the parent; found by pointer doubling.
+    eldest = np.arange(tokens.size)
+    eldest[youngers] = np.flatnonzero(has_younger)
+    while True:
+        further = eldest[eldest]
+        if np.array_equal(further, eldest):
+            break
+        eldest = further
+    children = np.concatenate([firsts, youngers])
+    order = np.lexsort((tokens.ravel()[children], eldest[children]))
+    same = (np.diff(eldest[children][order]) == 0) & (np.diff(tokens.ravel()[children][order]) == 0)
+    return not same.any()
+
+
+def _name_the_fault(batch: VerifyInput) -> None:
     rows = zip(
         batch.candidates.tolist(),
         batch.retrieve_next_token.tolist(),
@@ -114,21 +148,32 @@ def check_verify_input(batch: VerifyInput, vocab_size: int | None = None) -> Non
         strict=True,
     )
     for request, (tokens, first, sibling) in enumerate(rows):
-        parents = tree_pointers(first, sibling, f"request {request}, ")
         seen: set[tuple[int, int]] = set()
-        for node, parent in enumerate(parents):
+        for node, parent in enumerate(tree_pointers(first, sibling, f"request {request}, ")):
             if parent is None or parent == -1:
                 continue
-            token = tokens[node]
-            if token < 0 or (vocab_size is not None and token >= vocab_size):
-                limit = "" if vocab_size is None else f" and < {vocab_size}, the vocabulary"
-                raise InvalidArgument(f"candidates[{request}, {node}]={token}, but must be >= 0{limit}")
-            if (parent, token) in seen:
+            if (parent, tokens[node]) in seen:
                 raise InvalidTree(
-                    f"request {request}, node {node}: token {token} repeats a sibling's (children of node"
-                    f" {parent}), but siblings must carry distinct tokens: the mass would count twice"
+                    f"request {request}, node {node}: token {tokens[node]} repeats a sibling's (children of"
+                    f" node {parent}), but siblings must carry distinct tokens: the mass would count twice"
                 )
-            seen.add((parent, token))
+            seen.add((parent, tokens[node]))
+
+
+def check_tokens(batch: VerifyInput, vocab_size: int) -> None:
+    """On the CPU: every draft token is in the vocabulary. The root's is never tested, nor looked at."""
+    if batch.device.type != "cpu":
+        return
+    tokens = batch.candidates.numpy()
+    first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
+    for pointer in (first, sibling):
+        request, node = np.nonzero(pointer >= 0)
+        child = pointer[request, node]
+        bad = np.flatnonzero((tokens[request, child] < 0) | (tokens[request, child] >= vocab_size))
+        if bad.size:
+            place = f"candidates[{request[bad[0]]}, {child[bad[0]]}]"
+            value = tokens[request[bad[0]], child[bad[0]]]
+            raise InvalidArgument(f"{place}={value}, but must be in [0, {vocab_size - 1}], the vocabulary")
 
 
 def check_rows(rows: Any, name: str, batch: VerifyInput, dtypes: tuple[str, ...]) -> torch.Tensor:
