@@ -173,8 +173,8 @@ class _LazyWalk:
         if self._temperatures is not None and requests:
             # A subnormal T * ln 2 may round to 0, and 0 / 0 is no limit.
             scales = [max(self._temperatures[request] * math.log(2), _TINIEST) for request in requests]
-            same = len(set(scales)) == 1
-            divisor = scales[0] if same else torch.tensor(scales, device=rows.device)[:, None]
+            # A tensor, not a number: CUDA would multiply by the number's reciprocal, which may be inf.
+            divisor = torch.tensor(scales, device=rows.device)[:, None]
             values.sub_(peaks[:, None]).div_(divisor).exp2_()
         return requests, padded
 
