@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from treeconv import _law_checks as check
 from treeconv._drive import as_probs
-from treeconv.case import VerifyCase
 from treeconv.judge import Violation, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from treeconv.backends.base import Backend
+    from treeconv.case import VerifyCase
 
 __all__ = ["BACKEND_LAWS", "Law", "law_named", "why_not"]
 
