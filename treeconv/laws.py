@@ -15,22 +15,18 @@ import numpy as np
 
 from treeconv import oracle
 from treeconv.case import Request, VerifyCase
-from treeconv.convert import from_tree_mask, to_draft_trees, to_eagle, to_verify_input, tree_mask
-from treeconv.convert import from_eagle as trees_from_eagle
-from treeconv.errors import InvalidTree, LawBroken
 from treeconv.judge import Observed, Violation, explain, is_ambiguous, judge, observe, target_rows
 from treeconv.sampling import row_status, target_probs
-from treeconv.tree import DraftTree, RowStatus, TreeMaskMode
+from treeconv.tree import DraftTree, RowStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from treeconv.backends.base import Backend
     from treeconv.case import CaseTensors
-    from treeconv.oracle import TargetRows
     from treeconv.tree import VerifyOutput
 
-__all__ = ["BACKEND_LAWS", "TREE_LAWS", "Law", "TreeLaw", "law_named", "why_not"]
+__all__ = ["BACKEND_LAWS", "Law", "law_named", "why_not"]
 
 CoinVector = tuple["Sequence[float]", float]
 _LEAST_TEMPERED_GAP = 200  # exp(-200) is 0 in float32
@@ -70,35 +66,6 @@ class Law:
             return self.check(case, backend, device)
         except Violation as violation:
             raise explain(self.name, self.meaning, backend.name, case, violation) from None
-
-
-@dataclass(frozen=True)
-class TreeLaw:
-    """A law about trees and their converted forms; no backend involved."""
-
-    name: str
-    meaning: str
-    check: Callable[[Sequence[DraftTree], int, Sequence[int]], None]
-
-    def run(self, trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]) -> int:
-        """Judge one batch of trees.
-
-        Raises:
-            LawBroken: the readable failure.
-        """
-        try:
-            self.check(trees, num_draft_tokens, prefix_lens)
-        except Violation as violation:
-            lines = [
-                f"law broken: {self.name}",
-                f"  meaning:  {self.meaning}",
-                f"  case:     {num_draft_tokens} slots, prefix lengths {list(prefix_lens)}",
-                *("  " + line for tree in trees[:4] for line in tree.draw().splitlines()[:8]),
-                f"  got:      {violation.got}",
-                f"  want:     {violation.want}",
-            ]
-            raise LawBroken("\n".join(lines)) from None
-        return len(trees)
 
 
 def why_not(law: Law, backend: Backend) -> str | None:
@@ -212,9 +179,7 @@ def positive_mass(case: VerifyCase, backend: Backend, device: str) -> int:
         for node, token in zip(nodes, observed.tokens, strict=True):
             if not rows[node].may_have_mass(token):
                 why = f"node {node}: token {token} has no mass there (p = 0)"
-                raise Violation(
-                    0, str(observed), "only tokens with p > 0", why, coins=(tuple(accept), final)
-                )
+                raise Violation(0, str(observed), "only tokens with p > 0", why, coins=(tuple(accept), final))
     return len(coins)
 
 
@@ -253,9 +218,7 @@ def outcome_law(case: VerifyCase, backend: Backend, device: str) -> int:
             if got != want:
                 text = f"P(text starts with {[*prefix, token]})"
                 why = f"the target's own law there, off by {float(got - want):+.3g}"
-                raise Violation(
-                    0, f"{text} = {got} ({float(got):.6g})", f"{want} ({float(want):.6g})", why
-                )
+                raise Violation(0, f"{text} = {got} ({float(got):.6g})", f"{want} ({float(want):.6g})", why)
             judged += 1
         for child in tree.children[node]:
             mass = row.mass(tree.token_ids[child])
@@ -505,7 +468,8 @@ def autoregressive(case: VerifyCase, backend: Backend, device: str) -> int:
     vocab, size = case.vocab_size, len(subject.tree)
 
     def law(token: int) -> np.ndarray[Any, Any]:
-        return subject.rows[token % size]
+        row: np.ndarray[Any, Any] = subject.rows[token % size]
+        return row
 
     def step(root: int) -> dict[tuple[int, ...], Fraction]:
         tree = DraftTree(subject.tree.parents, (root, *subject.tree.token_ids[1:]))
@@ -551,93 +515,6 @@ def autoregressive(case: VerifyCase, backend: Backend, device: str) -> int:
                 raise Violation(0, f"{text} = {float(got):.6g}", f"{float(want):.6g}", why)
     return vocab * vocab
 
-
-def _round_trip(trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]) -> None:
-    converted = to_verify_input(trees, num_draft_tokens, prefix_lens)
-    _expect_trees("first-child / next-sibling layout", to_draft_trees(converted), trees)
-    for mode in TreeMaskMode:
-        mask = tree_mask(converted, mode)
-        _expect_trees(f"{mode.name} mask", from_tree_mask(mask, converted.candidates, mode, prefix_lens), trees)
-    for tree in trees:
-        _expect_trees("EAGLE's parent_list layout", trees_from_eagle(to_eagle([tree])), [tree])
-
-
-def _expect_trees(what: str, got: Iterable[DraftTree], want: Sequence[DraftTree]) -> None:
-    if list(got) != list(want):
-        raise Violation(0, f"{what} and back: {got}", str(list(want)))
-
-
-def _mask_and_positions(
-    trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]
-) -> None:
-    converted = to_verify_input(trees, num_draft_tokens, prefix_lens)
-    square = tree_mask(converted, TreeMaskMode.QLEN_ONLY)
-    flat = tree_mask(converted, TreeMaskMode.FULL_MASK).tolist()
-    start = 0
-    for request, (tree, prefix) in enumerate(zip(trees, prefix_lens, strict=True)):
-        for node in range(num_draft_tokens):
-            is_node = node < len(tree)
-            sees = set(tree.path(node)) if is_node else {node}
-            want = [other in sees for other in range(num_draft_tokens)]
-            got = square[request, node].tolist()
-            if got != want:
-                raise Violation(request, f"node {node} sees {got}", f"ancestors and itself: {want}")
-            width = prefix + num_draft_tokens
-            if flat[start : start + width] != [is_node] * prefix + want:
-                raise Violation(request, f"FULL_MASK row {node} differs", "the prefix, then the tree's row")
-            start += width
-            position = int(converted.positions[request, node])
-            wanted = prefix + (tree.depths[node] if is_node else 0)
-            if position != wanted:
-                raise Violation(request, f"position[{node}] = {position}", f"{wanted} (prefix + depth)")
-
-
-def _malformed_refused(
-    trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]
-) -> None:
-    """Break each tree in every way that one edit can, and see it refused with the node named."""
-    del num_draft_tokens, prefix_lens
-    for tree in trees:
-        for node in range(1, len(tree)):
-            edits = {
-                "a parent behind its child": (node + 1, tree.token_ids[node]),
-                "its own parent": (node, tree.token_ids[node]),
-                "a second root": (-1, tree.token_ids[node]),
-                "a parent out of range": (len(tree) + 7, tree.token_ids[node]),
-                "a negative token": (tree.parents[node], -1),
-            }
-            elder = [kid for kid in tree.children[tree.parents[node]] if kid < node]
-            if elder:
-                edits["its sibling's token"] = (tree.parents[node], tree.token_ids[elder[0]])
-            for what, (parent, token) in edits.items():
-                parents, tokens = list(tree.parents), list(tree.token_ids)
-                parents[node], tokens[node] = parent, token
-                try:
-                    made = DraftTree(tuple(parents), tuple(tokens))
-                except InvalidTree as error:
-                    if f"[{node}]" not in str(error) and f"node {node}" not in str(error):
-                        raise Violation(0, f"refused with {error}", f"a message naming node {node}") from None
-                    continue
-                raise Violation(0, f"{made} was accepted", f"InvalidTree: node {node} has {what}")
-
-
-TREE_LAWS: tuple[TreeLaw, ...] = (
-    TreeLaw(
-        "round-trip",
-        "a tree comes back exactly from its converted layout, from its mask and from EAGLE's tensors",
-        _round_trip,
-    ),
-    TreeLaw(
-        "malformed-refused",
-        "a malformed tree is refused, and the message names the node",
-        _malformed_refused,
-    ),
-    TreeLaw(
-        "mask-and-positions",
-        "a node sees the prefix, its ancestors and itself; its position is prefix + depth",
-        _mask_and_positions,
-    ),
-)
 
 BACKEND_LAWS: tuple[Law, ...] = (
     Law(

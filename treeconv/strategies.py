@@ -138,8 +138,8 @@ def temperatures(*, min_temperature: float = 0.0, max_temperature: float = 1e30)
     """
     if not 0 <= min_temperature <= max_temperature < math.inf:
         raise InvalidArgument(
-            f"min_temperature={min_temperature!r}, max_temperature={max_temperature!r}, but must be finite with"
-            " 0 <= min <= max"
+            f"min_temperature={min_temperature!r}, max_temperature={max_temperature!r}, but must be finite"
+            " with 0 <= min <= max"
         )
     nice = [float(np.float32(t)) for t in _NICE_TEMPERATURES]
     nice = [t for t in nice if min_temperature <= t <= max_temperature]
@@ -182,9 +182,7 @@ def target_logits(
 
 
 @st.composite
-def dyadic_rows(
-    draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int = 12
-) -> NDArray[np.float32]:
+def dyadic_rows(draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int = 12) -> NDArray[np.float32]:
     """``[num_nodes, vocab_size]`` probability rows whose masses are multiples of ``2**-max_bits``.
 
     Every float32 sum of them is exact, so a sampler's decision at a boundary and at its float neighbours
@@ -196,9 +194,7 @@ def dyadic_rows(
     for node in range(num_nodes):
         bits = draw(st.sampled_from([b for b in (1, 2, 4, max_bits) if b <= max_bits]), label="bits")
         whole = 1 << bits
-        cuts = sorted(
-            draw(st.lists(st.integers(0, whole), min_size=vocab_size - 1, max_size=vocab_size - 1))
-        )
+        cuts = sorted(draw(st.lists(st.integers(0, whole), min_size=vocab_size - 1, max_size=vocab_size - 1)))
         # Measured from the top, so that zeros (the simplest cuts) leave all mass on token 0.
         edges = [whole, *reversed(cuts), 0]
         rows[node] = -np.diff(np.array(edges)) / whole
