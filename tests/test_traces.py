@@ -185,13 +185,14 @@ def test_a_missing_trace_and_folder_are_refused(tmp_path):
 
 # --- against the real model ---------------------------------------------------------------------------
 #
-# Measured on the eight committed traces, largest |logit| 39.4, float32 on one thread (ARCHITECTURE of the
-# host's BLAS moves the first figure a little):
-#   a right tree forward differs from the plain forwards by at most 8.3e-5;
-#   positions shifted by one: at least 0.38 at every node; a hidden parent: at least 2.3; a visible sibling:
-#   at least 1.1; one hidden prefix token: at least 6.4.
-# 1e-3 leaves 12 times the measured error for another CPU's summation order, and is 380 times under the
-# smallest of those faults. bfloat16 rounding plays no part: float32 is compared with float32.
+# Measured on the eight committed traces (91 nodes, largest |logit| 39.4; float32, one thread), as the largest
+# difference over a node's 49152 logits between the tree forward and the plain forward of its path:
+#   a right tree forward                            at most 8.3e-5 (22 units in the last place of 39.4)
+#   all positions shifted by one, either way        at least 0.38 at every node
+#   any one bit of a mask flipped (132 of them)     at least 0.26 at that node
+#   a causal mask, or slot numbers for positions    at least 0.1 (asserted), up to 43
+# 1e-3 leaves 12 times the measured error for another CPU's order of summation, and is 250 times under the
+# quietest fault. bfloat16 rounding plays no part: float32 is compared with float32.
 TOLERANCE = 1e-3
 
 
@@ -309,7 +310,7 @@ def test_every_single_mask_bit_is_seen(scored):
             mask[node, column] = ~mask[node, column]
             quietest[node, column - prefix] = item.errors(mask=mask)[node]
     assert len(quietest) == nodes * (nodes + 1)
-    assert min(quietest.values()) > 10 * TOLERANCE, sorted(quietest.items(), key=lambda pair: pair[1])[:5]
+    assert min(quietest.values()) > 100 * TOLERANCE, sorted(quietest.items(), key=lambda pair: pair[1])[:5]
 
 
 @pytest.mark.traces

@@ -290,10 +290,28 @@ def _bad_row_cases(draw: DrawFn) -> VerifyCase:
     return case.replace_requests(requests)
 
 
+@st.composite
+def _wide_cases(draw: DrawFn) -> VerifyCase:
+    """Trees of up to 70 nodes (siblings beyond a warp) over vocabularies beyond any block size.
+
+    The rows come from one drawn seed: thousands of drawn numbers would be slow, and shrink no better.
+    """
+    vocab = draw(st.sampled_from([16, 257, 1031, 4099]), label="vocab")
+    tree = draw(draft_trees(max_nodes=70, vocab_size=vocab, shapes=["star", "chain", "random", "best-first"]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16), label="rows"))
+    peakedness = draw(st.sampled_from([1.0, 3.0, 8.0]), label="peakedness")
+    rows = (rng.standard_normal((len(tree), vocab)) * peakedness).astype(np.float32)
+    for node in range(1, len(tree)):  # drafts are likely tokens, so that walks go deep
+        rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
+    temperature = draw(temperatures(), label="temperature")
+    request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()))
+    return VerifyCase(requests=(request,))
+
+
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
-    * ``kind``: logits, dyadic, dyadic_small, zero_mass, chains, batches or bad_rows.
+    * ``kind``: logits, dyadic, dyadic_small, zero_mass, chains, batches, bad_rows or wide.
     """
     strategies: dict[str, Any] = {
         "logits": lambda: verify_cases(max_requests=2),
@@ -303,6 +321,7 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "chains": lambda: verify_cases(shapes=["chain"]),
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
         "bad_rows": _bad_row_cases,
+        "wide": _wide_cases,
     }
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")
