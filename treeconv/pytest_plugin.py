@@ -160,7 +160,9 @@ def _suite(config: pytest.Config) -> _Suite:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; refuse options that cannot be met before anything is collected."""
-    config.addinivalue_line("markers", "treeconv(law=None): run for each selected backend (treeconv's plugin)")
+    config.addinivalue_line(
+        "markers", "treeconv(law=None): run for each selected backend (treeconv's plugin)"
+    )
     if any(value not in ([], None) for value in _options(config)):
         config.stash[HAS_SUITE] = True
         _suite(config)
@@ -185,8 +187,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
     return [
         f"treeconv {treeconv.__version__}, torch {torch.__version__}, hypothesis {hypothesis.__version__}",
-        f"treeconv: {suite.max_examples} cases per law on {suite.device}; the same again with"
-        f" --hypothesis-seed={suite.seed}",
+        f"treeconv: {suite.max_examples} cases per law on {suite.device}, --hypothesis-seed={suite.seed}",
         f"treeconv: backends {', '.join(backend.name for backend in suite.backends)}",
         *(f"treeconv: not {name}: {reason}" for name, reason in suite.unused.items()),
     ]

@@ -77,7 +77,9 @@ def check_device(device: str) -> str:
     if parsed.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
-            raise InvalidArgument(f"device={device!r}, but torch {torch.__version__} sees no CUDA device here")
+            raise InvalidArgument(
+                f"device={device!r}, but torch {torch.__version__} sees no CUDA device here"
+            )
         if (parsed.index or 0) >= count:
             raise InvalidArgument(f"device={device!r}, but must be below cuda:{count}: torch sees {count}")
     return str(parsed)
@@ -110,7 +112,9 @@ def load_backend(name: str, device: str = "cpu") -> Backend:
             backend.name = name
     kind = device.partition(":")[0]
     if kind not in backend.traits.devices:
-        raise BackendUnavailable(f"backend={name!r} runs on {' and '.join(backend.traits.devices)}, not on {kind}")
+        raise BackendUnavailable(
+            f"backend={name!r} runs on {' and '.join(backend.traits.devices)}, not on {kind}"
+        )
     return backend
 
 
@@ -148,7 +152,7 @@ def laws_named(names: Sequence[str]) -> list[Law | TreeLaw]:
     unknown = set(names) - {law.name for law in laws}
     if unknown:
         raise InvalidArgument(
-            f"law={sorted(unknown)[0]!r}, but must be one of {', '.join(law.name for law in laws)}"
+            f"law={min(unknown)!r}, but must be one of {', '.join(law.name for law in laws)}"
         )
     return [law for law in laws if not names or law.name in names]
 
@@ -168,11 +172,17 @@ def suite_settings(max_examples: int = DEFAULT_MAX_EXAMPLES) -> hypothesis.setti
         report_multiple_bugs=False,
         # Not `explain`: it would run a broken law some hundred times more to comment on its arguments.
         phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.large_base_example,
+        ],
     )
 
 
-def with_settings(test: Callable[..., Any], law: str, max_examples: int, seed: int | str) -> Callable[..., Any]:
+def with_settings(
+    test: Callable[..., Any], law: str, max_examples: int, seed: int | str
+) -> Callable[..., Any]:
     """A ``@given`` test fixed by the seed and the law: the same cases in pytest and on the command line."""
     seeded = hypothesis.seed(f"{seed}/{law}")(test)
     settled: Callable[..., Any] = suite_settings(max_examples)(seeded)
