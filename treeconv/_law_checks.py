@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv import oracle
-from treeconv._drive import bytes_of, call, decide, judge_all, measure, spread_coins
+from treeconv._drive import bytes_of, call, decide, judge_all, measure, spread_coins, submit
 from treeconv.case import Request, VerifyCase
 from treeconv.judge import Observed, Violation, is_ambiguous, judge, observe, target_rows
 from treeconv.tree import DraftTree, RowStatus
 
 if TYPE_CHECKING:
     from treeconv.backends.base import Backend
-    from treeconv.tree import VerifyOutput
 
 
 _LEAST_TEMPERED_GAP = 200  # exp(-200) is 0 in float32
@@ -249,15 +248,8 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
     }
     before = {name: bytes_of(tensor) for name, tensor in named.items()}
 
-    def once() -> VerifyOutput:
-        if case.kind == "probs":
-            return backend.verify_probs(tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap)
-        return backend.verify(
-            tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap
-        )
-
     trees = [request.tree for request in case.requests]
-    first = observe(trees, once(), case.slots)
+    first = observe(trees, submit(tensors, case.kind, backend), case.slots)
     for name, tensor in named.items():
         if bytes_of(tensor) != before[name]:
             raise Violation(0, f"{name} was written to", "inputs unchanged: later readers share them")
@@ -269,7 +261,7 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
         for request in case.requests
     ]
     call(case.replace_requests(flipped), backend, device)
-    second = observe(trees, once(), case.slots)
+    second = observe(trees, submit(tensors, case.kind, backend), case.slots)
     for index, (want, got) in enumerate(zip(first, second, strict=True)):
         if want != got:
             raise Violation(index, f"after another call: {got}", f"as at first: {want}")

@@ -50,12 +50,13 @@ class Law:
         Raises:
             LawBroken: the readable failure.
         """
-        if case.kind == "logits" and not backend.traits.takes_logits:
-            case = as_probs(case)
+        handed = as_probs(case) if case.kind == "logits" and not backend.traits.takes_logits else case
         try:
-            return self.check(case, backend, device)
+            return self.check(handed, backend, device)
         except Violation as violation:
-            raise explain(self.name, self.meaning, backend.name, case, violation) from None
+            error = explain(self.name, self.meaning, backend.name, handed, violation)
+            error.case = case  # what a replay starts from
+            raise error from None
 
 
 def why_not(law: Law, backend: Backend) -> str | None:
