@@ -6,34 +6,20 @@ person who never saw this code understands. It returns how many decisions it jud
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from treeconv import oracle
-from treeconv.case import Request, VerifyCase
-from treeconv.convert import from_tree_mask, to_draft_trees, to_eagle, to_verify_input, tree_mask
-from treeconv.convert import from_eagle as trees_from_eagle
-from treeconv.errors import InvalidTree, LawBroken
-from treeconv.judge import Observed, Violation, explain, is_ambiguous, judge, observe, target_rows
-from treeconv.sampling import row_status, target_probs
-from treeconv.tree import DraftTree, RowStatus, TreeMaskMode
+from treeconv import _law_checks as check
+from treeconv._drive import as_probs
+from treeconv.judge import Violation, explain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
 
     from treeconv.backends.base import Backend
-    from treeconv.case import CaseTensors
-    from treeconv.oracle import TargetRows
-    from treeconv.tree import VerifyOutput
+    from treeconv.case import VerifyCase
 
-__all__ = ["BACKEND_LAWS", "TREE_LAWS", "Law", "TreeLaw", "law_named", "why_not"]
-
-CoinVector = tuple["Sequence[float]", float]
-_LEAST_TEMPERED_GAP = 200  # exp(-200) is 0 in float32
+__all__ = ["BACKEND_LAWS", "Law", "law_named", "why_not"]
 
 
 @dataclass(frozen=True)
@@ -64,41 +50,13 @@ class Law:
         Raises:
             LawBroken: the readable failure.
         """
-        if case.kind == "logits" and not backend.traits.takes_logits:
-            case = as_probs(case)
+        handed = as_probs(case) if case.kind == "logits" and not backend.traits.takes_logits else case
         try:
-            return self.check(case, backend, device)
+            return self.check(handed, backend, device)
         except Violation as violation:
-            raise explain(self.name, self.meaning, backend.name, case, violation) from None
-
-
-@dataclass(frozen=True)
-class TreeLaw:
-    """A law about trees and their converted forms; no backend involved."""
-
-    name: str
-    meaning: str
-    check: Callable[[Sequence[DraftTree], int, Sequence[int]], None]
-
-    def run(self, trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]) -> int:
-        """Judge one batch of trees.
-
-        Raises:
-            LawBroken: the readable failure.
-        """
-        try:
-            self.check(trees, num_draft_tokens, prefix_lens)
-        except Violation as violation:
-            lines = [
-                f"law broken: {self.name}",
-                f"  meaning:  {self.meaning}",
-                f"  case:     {num_draft_tokens} slots, prefix lengths {list(prefix_lens)}",
-                *("  " + line for tree in trees[:4] for line in tree.draw().splitlines()[:8]),
-                f"  got:      {violation.got}",
-                f"  want:     {violation.want}",
-            ]
-            raise LawBroken("\n".join(lines)) from None
-        return len(trees)
+            error = explain(self.name, self.meaning, backend.name, handed, violation)
+            error.case = case  # what a replay starts from
+            raise error from None
 
 
 def why_not(law: Law, backend: Backend) -> str | None:
@@ -110,620 +68,97 @@ def why_not(law: Law, backend: Backend) -> str | None:
     return None
 
 
-def as_probs(case: VerifyCase) -> VerifyCase:
-    """The case with its softmax taken, for a verifier that takes probabilities only."""
-
-    def law(row: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any, Any]:
-        status = row_status(row)
-        if status is RowStatus.OK:
-            return target_probs(row, temperature)
-        return np.full_like(row, {RowStatus.NAN: np.nan, RowStatus.POS_INF: np.inf}.get(status, 0.0))
-
-    requests = [
-        replace(request, rows=np.stack([law(row, request.temperature) for row in request.rows]))
-        for request in case.requests
-    ]
-    return replace(case, requests=tuple(requests), kind="probs", rows_dtype="float32")
-
-
-def call(case: VerifyCase, backend: Backend, device: str) -> tuple[CaseTensors, VerifyOutput]:
-    """Hand a case to a backend as it would be served."""
-    tensors = case.tensors(device)
-    if case.kind == "probs":
-        output = backend.verify_probs(tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap)
-    else:
-        output = backend.verify(
-            tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap
-        )
-    return tensors, output
-
-
-def decide(case: VerifyCase, backend: Backend, device: str) -> list[Observed]:
-    """What the backend did with each request."""
-    _, output = call(case, backend, device)
-    return observe([request.tree for request in case.requests], output, case.slots)
-
-
-def _judge_all(
-    case: VerifyCase, backend: Backend, device: str, coins: Sequence[CoinVector], request: int = 0
-) -> int:
-    """One call that holds the same request under every coin vector; each decision is judged."""
-    subject = case.requests[request]
-    rows = target_rows(subject, case.kind)
-    cap = case.effective_depth_cap
-    many = case.replace_requests([subject.with_coins(accept, final) for accept, final in coins])
-    for (accept, final), observed in zip(coins, decide(many, backend, device), strict=True):
-        wrong = judge(subject.tree, rows, accept, final, cap, observed)
-        if wrong:
-            coin_vector = (tuple(float(coin) for coin in accept), float(final))
-            raise Violation(request, str(observed), *wrong, coins=coin_vector)
-    return len(coins)
-
-
-def _low_discrepancy(count: int, dimensions: int) -> list[CoinVector]:
-    """Evenly spread coin vectors: a rank-1 lattice on the fractional parts of square roots."""
-    roots = np.sqrt(np.arange(2, dimensions + 3, dtype=np.float64))
-    points = (np.arange(1, count + 1)[:, None] * roots) % 1.0
-    coins = np.minimum(points.astype(np.float32), np.float32(1 - 2**-24)).tolist()
-    return [(row[1:], row[0]) for row in coins]
-
-
-def oracle_agreement(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Every request of the case under its own coins, then the first under coins spread over the cube."""
-    cap = case.effective_depth_cap
-    for index, observed in enumerate(decide(case, backend, device)):
-        request = case.requests[index]
-        wrong = judge(
-            request.tree,
-            target_rows(request, case.kind),
-            request.accept.tolist(),
-            request.final,
-            cap,
-            observed,
-        )
-        if wrong:
-            raise Violation(index, str(observed), *wrong)
-    spread = _low_discrepancy(32, len(case.requests[0].tree))
-    return len(case.requests) + _judge_all(case, backend, device, spread)
-
-
-def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Each bucket boundary and its float neighbours on both sides, of every request."""
-    judged = 0
-    for index, request in enumerate(case.requests):
-        rows = target_rows(request, case.kind)
-        coins = oracle.sweep_coins(request.tree, rows, case.effective_depth_cap)
-        judged += _judge_all(case, backend, device, coins, index)
-    return judged
-
-
-def positive_mass(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Coins at 0, just below 1 and exactly 1: every emitted token has mass where it was drawn."""
-    edges = [0.0, 2.0**-149, 2.0**-24, 0.5, 1 - 2.0**-24, 1.0]
-    subject = case.requests[0]
-    rows = target_rows(subject, case.kind)
-    size = len(subject.tree)
-    coins = [([accept] * size, final) for accept in edges for final in edges]
-    many = case.replace_requests([subject.with_coins(*coin) for coin in coins])
-    for (accept, final), observed in zip(coins, decide(many, backend, device), strict=True):
-        nodes = observed.path
-        if observed.broken or observed.status is not RowStatus.OK or not nodes:
-            raise Violation(0, str(observed), "some token of positive mass", coins=(tuple(accept), final))
-        for node, token in zip(nodes, observed.tokens, strict=True):
-            if not rows[node].may_have_mass(token):
-                why = f"node {node}: token {token} has no mass there (p = 0)"
-                raise Violation(
-                    0, str(observed), "only tokens with p > 0", why, coins=(tuple(accept), final)
-                )
-    return len(coins)
-
-
-def outcome_law(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Measure the exact outcome law of the backend: one call per box of coins, weighted by its volume."""
-    subject = case.requests[0]
-    tree, cap = subject.tree, case.effective_depth_cap
-    rows = target_rows(subject, case.kind)
-    cells = list(oracle.outcome_cells(tree, rows, cap))
-    vectors: list[CoinVector] = []
-    weights = []
-    for cell in cells:
-        accept = [0.5] * len(tree)
-        for node, (low, high) in cell.accept.items():
-            accept[node] = float(np.float32(float((low + high) / 2)))
-        vectors.append((accept, float(np.float32(float(sum(cell.final) / 2)))))
-        weights.append(cell.measure)
-    many = case.replace_requests([subject.with_coins(*vector) for vector in vectors])
-    starts: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
-    for weight, observed in zip(weights, decide(many, backend, device), strict=True):
-        if observed.broken:
-            raise Violation(0, str(observed), "one root path and its bonus token")
-        for length in range(1, len(observed.tokens) + 1):
-            starts[observed.tokens[:length]] += weight
-    # Node i (within the cap) shows the law of the token after its path: P(starts with path + t).
-    judged = 0
-    reach = {0: Fraction(1)}
-    for node in range(len(tree)):
-        if node not in reach or tree.depths[node] >= cap:
-            continue
-        row: Any = rows[node]
-        prefix = tuple(tree.token_ids[inner] for inner in tree.path(node)[1:])
-        for token in range(case.vocab_size):
-            want = reach[node] * row.mass(token)
-            got = starts.get((*prefix, token), Fraction(0))
-            if got != want:
-                text = f"P(text starts with {[*prefix, token]})"
-                why = f"the target's own law there, off by {float(got - want):+.3g}"
-                raise Violation(
-                    0, f"{text} = {got} ({float(got):.6g})", f"{want} ({float(want):.6g})", why
-                )
-            judged += 1
-        for child in tree.children[node]:
-            mass = row.mass(tree.token_ids[child])
-            if mass > 0:
-                reach[child] = reach[node] * mass
-    return judged
-
-
-def _argmax_walk(request: Request, cap: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Greedy decoding along the tree, said in its own words: follow the lowest-index argmax."""
-    tree, path, tokens = request.tree, [0], []
-    while True:
-        top = int(np.argmax(request.rows[path[-1]]))
-        tokens.append(top)
-        kids = [kid for kid in tree.children[path[-1]] if tree.token_ids[kid] == top]
-        if not kids or len(path) >= cap:
-            return tuple(path), tuple(tokens)
-        path.append(kids[0])
-
-
-def greedy(case: VerifyCase, backend: Backend, device: str) -> int:
-    """T = 0 is the lowest-index argmax whatever the coins, and tiny T agrees where the argmax is clear."""
-    if case.kind == "probs":  # the softmax was taken before: only its limit can be checked
-        return 0
-    cap = case.effective_depth_cap
-    subject = replace(case.requests[0], temperature=0.0)
-    coins = [([coin] * len(subject.tree), 1 - coin) for coin in (0.0, 0.5, 1 - 2.0**-24, 1.0)]
-    want = _argmax_walk(subject, cap)
-    wanted = str(Observed(*want, RowStatus.OK))
-    finite = [row[np.isfinite(row)] for row in subject.rows]
-    gaps = [float(np.diff(np.sort(row)[-2:])[0]) if row.size > 1 else np.inf for row in finite]
-    temperatures = [0.0]
-    if min(gaps) > 0 and np.isfinite(min(gaps)):
-        temperatures.append(min(1.0, float(np.float32(min(gaps) / _LEAST_TEMPERED_GAP))))
-    for temperature in temperatures:
-        # A coin of exactly 0 or 1 may find the masses that underflow: the limit is about the rest.
-        usable = coins if temperature == 0 else coins[1:3]
-        at = replace(subject, temperature=temperature)
-        many = case.replace_requests([at.with_coins(*coin) for coin in usable])
-        for coin, observed in zip(usable, decide(many, backend, device), strict=True):
-            if (observed.path, observed.tokens) != want:
-                why = f"temperature {temperature!r}: the lowest-index argmax of each row decides"
-                raise Violation(0, str(observed), wanted, why, coins=(tuple(coin[0]), coin[1]))
-    return len(coins)
-
-
-def chain(case: VerifyCase, backend: Backend, device: str) -> int:
-    """A tree of width 1 is a linear DFlash block: token i + 1 is kept iff coin_i < p_i(token), in a row."""
-    subject = case.requests[0]
-    tokens = subject.tree.token_ids
-    linear = DraftTree.chain(tokens)
-    alone = case.replace_requests([replace(subject, tree=linear)])
-    alone = replace(alone, num_draft_tokens=None, depth_cap=None)
-    rows = target_rows(subject, case.kind)
-    observed = decide(alone, backend, device)[0]
-    kept, certain = 0, True
-    while kept + 1 < len(tokens):
-        ((lower, upper),) = rows[kept].accept_bounds([tokens[kept + 1]])
-        coin = float(subject.accept[kept])
-        certain &= not lower <= coin < upper
-        only = not rows[kept].bonus([tokens[kept + 1]]).may_have_mass
-        if not (coin < upper or only):
-            break
-        certain &= not rows[kept].residual_may_be_empty([tokens[kept + 1]]) or only
-        kept += 1
-    if certain and observed.path != tuple(range(kept + 1)):
-        want = f"the first {kept} draft tokens kept: path {' -> '.join(map(str, range(kept + 1)))}"
-        raise Violation(0, str(observed), want)
-    return 1
-
-
-def more_children(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Append one leaf behind a node's children: under the same coins nothing accepted is lost."""
-    subject = case.requests[0]
-    tree = subject.tree
-    judged = 0
-    for parent in range(min(len(tree), 4)):
-        taken = {tree.token_ids[kid] for kid in tree.children[parent]}
-        free = next((token for token in range(case.vocab_size) if token not in taken), None)
-        if free is None:
-            continue
-        grown = DraftTree((*tree.parents, parent), (*tree.token_ids, free))
-        rows = np.concatenate([subject.rows, subject.rows[-1:]])
-        accept = np.append(subject.accept, np.float32(0.5))
-        more = Request(grown, rows, subject.temperature, accept, subject.final)
-        cap = max(case.effective_depth_cap, grown.depth + 1)
-        pair = replace(case.replace_requests([subject]), depth_cap=cap)
-        fewer = decide(pair, backend, device)[0]
-        grown_case = replace(pair, requests=(more,), num_draft_tokens=len(grown))
-        wider = decide(grown_case, backend, device)[0]
-        if is_ambiguous(tree, target_rows(subject, case.kind), subject.accept.tolist(), subject.final, cap):
-            continue
-        if wider.path[: len(fewer.path)] != fewer.path:
-            why = f"a child with token {free} was appended behind node {parent}'s"
-            raise Violation(0, f"accepts {wider.path} with it", f"at least {fewer.path}, as without it", why)
-        judged += 1
-    return judged
-
-
-def accepted_length(case: VerifyCase, backend: Backend, device: str) -> int:
-    """E[accepted drafts], measured exactly over coin boxes, against the closed form."""
-    subject = case.requests[0]
-    tree, cap = subject.tree, case.effective_depth_cap
-    rows = target_rows(subject, case.kind)
-    best: dict[tuple[int, ...], tuple[Fraction, list[float]]] = {}
-    for cell in oracle.outcome_cells(tree, rows, cap):
-        accept = [0.5] * len(tree)
-        for node, (low, high) in cell.accept.items():
-            accept[node] = float(np.float32(float((low + high) / 2)))
-        measure, _ = best.get(cell.path, (Fraction(0), accept))
-        best[cell.path] = (measure + cell.measure, accept)
-    many = case.replace_requests([subject.with_coins(accept, 0.5) for _, accept in best.values()])
-    got = sum(
-        (
-            measure * (len(observed.path) - 1)
-            for (measure, _), observed in zip(best.values(), decide(many, backend, device), strict=True)
-        ),
-        Fraction(0),
-    )
-    want = oracle.expected_accepted_length(tree, rows, cap)
-    if got != want:
-        raise Violation(0, f"{float(got):.9g} accepted drafts expected", f"{float(want):.9g}")
-    return len(best)
-
-
-def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
-    """A request decides alike alone, in the batch, permuted and padded."""
-    together = decide(case, backend, device)
-    order = list(range(len(case.requests)))[::-1]
-    permuted = decide(case.replace_requests([case.requests[index] for index in order]), backend, device)
-    padded = decide(
-        replace(case.replace_requests(case.requests), num_draft_tokens=case.slots + 3), backend, device
-    )
-    for index, request in enumerate(case.requests):
-        rows = target_rows(request, case.kind)
-        cap = case.effective_depth_cap
-        if is_ambiguous(request.tree, rows, request.accept.tolist(), request.final, cap):
-            continue
-        alone = case.replace_requests([request])
-        alone = replace(alone, num_draft_tokens=len(request.tree))
-        want = decide(alone, backend, device)[0]
-        others = {
-            "in the batch": together[index],
-            "in the reversed batch": permuted[order.index(index)],
-            "padded by 3 slots": padded[index],
-        }
-        for where, got in others.items():
-            if got != want:
-                raise Violation(index, f"{where}: {got}", f"as alone: {want}")
-    return 3 * len(case.requests)
-
-
-def _bytes(tensor: Any) -> bytes:
-    import torch  # noqa: PLC0415
-
-    flat = tensor.detach().cpu().contiguous().view(torch.uint8)
-    return bytes(flat.numpy().tobytes())
-
-
-def purity(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Inputs come back as they were, and another call in between changes nothing."""
-    tensors = case.tensors(device)
-    named = {
-        **{name: getattr(tensors.batch, name) for name in tensors.batch.__dataclass_fields__},
-        "target rows": tensors.rows,
-        "temperature": tensors.temperature,
-        "accept coins": tensors.coins.accept,
-        "final coins": tensors.coins.final,
-    }
-    before = {name: _bytes(tensor) for name, tensor in named.items()}
-
-    def once() -> VerifyOutput:
-        if case.kind == "probs":
-            return backend.verify_probs(tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap)
-        return backend.verify(
-            tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap
-        )
-
-    trees = [request.tree for request in case.requests]
-    first = observe(trees, once(), case.slots)
-    for name, tensor in named.items():
-        if _bytes(tensor) != before[name]:
-            raise Violation(0, f"{name} was written to", "inputs unchanged: later readers share them")
-    # Another call with other coins and rows in reverse, to leave something else in every buffer.
-    flipped = [
-        replace(
-            request, rows=request.rows[:, ::-1].copy(), accept=1 - request.accept, final=1 - request.final
-        )
-        for request in case.requests
-    ]
-    call(case.replace_requests(flipped), backend, device)
-    second = observe(trees, once(), case.slots)
-    for index, (want, got) in enumerate(zip(first, second, strict=True)):
-        if want != got:
-            raise Violation(index, f"after another call: {got}", f"as at first: {want}")
-    return len(trees)
-
-
-def determinism(case: VerifyCase, backend: Backend, device: str) -> int:
-    """The same call gives the same bits, five times over."""
-    _, first = call(case, backend, device)
-    for repeat in range(4):
-        _, again = call(case, backend, device)
-        for name in ("accept_index", "accept_token_num", "status"):
-            if _bytes(getattr(first, name)) != _bytes(getattr(again, name)):
-                got = getattr(again, name).tolist()
-                want = getattr(first, name).tolist()
-                raise Violation(0, f"call {repeat + 2}: {name} {got}", f"as in call 1: {want}")
-    return 4
-
-
-def bad_rows(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Requests that visit an unusable row say so; the others decide as if it were not there."""
-    cap = case.effective_depth_cap
-    observed = decide(case, backend, device)
-    for index, request in enumerate(case.requests):
-        rows = target_rows(request, case.kind)
-        accept = request.accept.tolist()
-        wrong = judge(request.tree, rows, accept, request.final, cap, observed[index])
-        if wrong:
-            raise Violation(index, str(observed[index]), *wrong)
-    return len(case.requests)
-
-
-def depth_cap(case: VerifyCase, backend: Backend, device: str) -> int:
-    """At every cap from 1 to the depth + 1: at most cap - 1 drafts, the bonus from the full law there."""
-    judged = 0
-    subject = case.requests[0]
-    for cap in range(1, subject.tree.depth + 2):
-        capped = replace(case.replace_requests([subject]), depth_cap=cap)
-        judged += _judge_all(capped, backend, device, _low_discrepancy(8, len(subject.tree)))
-        # All accept coins 0: the walk runs into the cap.
-        judged += _judge_all(
-            capped, backend, device, [([0.0] * len(subject.tree), coin) for coin in (0.0, 0.3, 0.9)]
-        )
-    return judged
-
-
-def autoregressive(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Chained steps have the law of plain sampling, whatever is drafted: checked to two steps, exactly.
-
-    The target here is a Markov chain: the row after a token is row ``token % n`` of the case. Each step
-    drafts its own tree; the text of two steps, cut to the two tokens every step is long enough to show,
-    is compared with the target's own law.
-    """
-    subject = case.requests[0]
-    vocab, size = case.vocab_size, len(subject.tree)
-
-    def law(token: int) -> np.ndarray[Any, Any]:
-        return subject.rows[token % size]
-
-    def step(root: int) -> dict[tuple[int, ...], Fraction]:
-        tree = DraftTree(subject.tree.parents, (root, *subject.tree.token_ids[1:]))
-        rows = np.stack([law(token) for token in tree.token_ids])
-        request = replace(subject, tree=tree, rows=rows)
-        target = target_rows(request, case.kind)
-        vectors, weights = [], []
-        for cell in oracle.outcome_cells(tree, target, case.effective_depth_cap):
-            accept = [0.5] * size
-            for node, (low, high) in cell.accept.items():
-                accept[node] = float(np.float32(float((low + high) / 2)))
-            vectors.append((accept, float(np.float32(float(sum(cell.final) / 2)))))
-            weights.append(cell.measure)
-        many = case.replace_requests([request.with_coins(*vector) for vector in vectors])
-        pmf: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
-        for weight, observed in zip(weights, decide(many, backend, device), strict=True):
-            if observed.broken:
-                raise Violation(0, str(observed), "one root path and its bonus token")
-            pmf[observed.tokens] += weight
-        return pmf
-
-    root = subject.tree.token_ids[0] % vocab
-    texts: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
-    second: dict[int, dict[tuple[int, ...], Fraction]] = {}
-    for emitted, weight in step(root).items():
-        if len(emitted) >= 2:
-            texts[emitted[:2]] += weight
-            continue
-        last = emitted[-1]
-        if last not in second:
-            second[last] = step(last)
-        for more, chance in second[last].items():
-            texts[(last, more[0])] += weight * chance
-    exact = oracle.TargetRows.exact(np.stack([law(token) for token in range(vocab)]))
-    for one in range(vocab):
-        for two in range(vocab):
-            first_row, second_row = exact[root], exact[one]
-            want = Fraction(first_row.mass(one)) * Fraction(second_row.mass(two))
-            got = texts.get((one, two), Fraction(0))
-            if got != want:
-                text = f"P(the text goes on with {[one, two]})"
-                why = f"off by {float(got - want):+.3g}; two chained verification steps"
-                raise Violation(0, f"{text} = {float(got):.6g}", f"{float(want):.6g}", why)
-    return vocab * vocab
-
-
-def _round_trip(trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]) -> None:
-    converted = to_verify_input(trees, num_draft_tokens, prefix_lens)
-    _expect_trees("first-child / next-sibling layout", to_draft_trees(converted), trees)
-    for mode in TreeMaskMode:
-        mask = tree_mask(converted, mode)
-        _expect_trees(f"{mode.name} mask", from_tree_mask(mask, converted.candidates, mode, prefix_lens), trees)
-    for tree in trees:
-        _expect_trees("EAGLE's parent_list layout", trees_from_eagle(to_eagle([tree])), [tree])
-
-
-def _expect_trees(what: str, got: Iterable[DraftTree], want: Sequence[DraftTree]) -> None:
-    if list(got) != list(want):
-        raise Violation(0, f"{what} and back: {got}", str(list(want)))
-
-
-def _mask_and_positions(
-    trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]
-) -> None:
-    converted = to_verify_input(trees, num_draft_tokens, prefix_lens)
-    square = tree_mask(converted, TreeMaskMode.QLEN_ONLY)
-    flat = tree_mask(converted, TreeMaskMode.FULL_MASK).tolist()
-    start = 0
-    for request, (tree, prefix) in enumerate(zip(trees, prefix_lens, strict=True)):
-        for node in range(num_draft_tokens):
-            is_node = node < len(tree)
-            sees = set(tree.path(node)) if is_node else {node}
-            want = [other in sees for other in range(num_draft_tokens)]
-            got = square[request, node].tolist()
-            if got != want:
-                raise Violation(request, f"node {node} sees {got}", f"ancestors and itself: {want}")
-            width = prefix + num_draft_tokens
-            if flat[start : start + width] != [is_node] * prefix + want:
-                raise Violation(request, f"FULL_MASK row {node} differs", "the prefix, then the tree's row")
-            start += width
-            position = int(converted.positions[request, node])
-            wanted = prefix + (tree.depths[node] if is_node else 0)
-            if position != wanted:
-                raise Violation(request, f"position[{node}] = {position}", f"{wanted} (prefix + depth)")
-
-
-def _malformed_refused(
-    trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]
-) -> None:
-    """Break each tree in every way that one edit can, and see it refused with the node named."""
-    del num_draft_tokens, prefix_lens
-    for tree in trees:
-        for node in range(1, len(tree)):
-            edits = {
-                "a parent behind its child": (node + 1, tree.token_ids[node]),
-                "its own parent": (node, tree.token_ids[node]),
-                "a second root": (-1, tree.token_ids[node]),
-                "a parent out of range": (len(tree) + 7, tree.token_ids[node]),
-                "a negative token": (tree.parents[node], -1),
-            }
-            elder = [kid for kid in tree.children[tree.parents[node]] if kid < node]
-            if elder:
-                edits["its sibling's token"] = (tree.parents[node], tree.token_ids[elder[0]])
-            for what, (parent, token) in edits.items():
-                parents, tokens = list(tree.parents), list(tree.token_ids)
-                parents[node], tokens[node] = parent, token
-                try:
-                    made = DraftTree(tuple(parents), tuple(tokens))
-                except InvalidTree as error:
-                    if f"[{node}]" not in str(error) and f"node {node}" not in str(error):
-                        raise Violation(0, f"refused with {error}", f"a message naming node {node}") from None
-                    continue
-                raise Violation(0, f"{made} was accepted", f"InvalidTree: node {node} has {what}")
-
-
-TREE_LAWS: tuple[TreeLaw, ...] = (
-    TreeLaw(
-        "round-trip",
-        "a tree comes back exactly from its converted layout, from its mask and from EAGLE's tensors",
-        _round_trip,
-    ),
-    TreeLaw(
-        "malformed-refused",
-        "a malformed tree is refused, and the message names the node",
-        _malformed_refused,
-    ),
-    TreeLaw(
-        "mask-and-positions",
-        "a node sees the prefix, its ancestors and itself; its position is prefix + depth",
-        _mask_and_positions,
-    ),
-)
-
 BACKEND_LAWS: tuple[Law, ...] = (
     Law(
         "oracle-agreement",
         "on every coin the verifier decides as the exact oracle does",
-        oracle_agreement,
+        check.oracle_agreement,
         "logits",
+    ),
+    Law(
+        "oracle-agreement-wide",
+        "the same over trees of up to 70 nodes and vocabularies of thousands",
+        check.oracle_agreement,
+        "wide",
     ),
     Law(
         "critical-coins",
         "at each bucket boundary and its float neighbours the decision flips exactly where the oracle says",
-        critical_coins,
+        check.critical_coins,
         "dyadic",
     ),
     Law(
         "critical-coins-logits",
         "from logits, decisions flip within the ambiguity band of float32 around each exact boundary",
-        critical_coins,
+        check.critical_coins,
         "logits",
     ),
     Law(
         "positive-mass",
         "an emitted token has p > 0 for every coin in [0, 1]",
-        positive_mass,
+        check.positive_mass,
         "zero_mass",
     ),
     Law(
         "positive-mass-logits",
         "a token with logit -inf is never emitted, for every coin in [0, 1]",
-        positive_mass,
+        check.positive_mass,
         "logits",
     ),
     Law(
         "outcome-law",
         "the text starts with s exactly as often as the target's own law says, for every s it can show",
-        outcome_law,
+        check.outcome_law,
         "dyadic",
     ),
     Law(
         "autoregressive",
         "two chained verification steps write text with the law of plain sampling, whatever was drafted",
-        autoregressive,
+        check.autoregressive,
         "dyadic_small",
     ),
     Law(
         "greedy",
         "temperature 0 is the lowest-index argmax whatever the coins, and tiny temperatures approach it",
-        greedy,
+        check.greedy,
         "logits",
     ),
-    Law("chain", "a tree of width 1 is a linear draft: keep tokens while coin < p", chain, "chains"),
+    Law("chain", "a tree of width 1 is a linear draft: keep tokens while coin < p", check.chain, "chains"),
     Law(
         "more-children",
         "one more child never loses an acceptance under the same coins",
-        more_children,
+        check.more_children,
         "logits",
     ),
     Law(
         "accepted-length",
         "the expected number of accepted drafts is the sum of the masses of the paths to the nodes",
-        accepted_length,
+        check.accepted_length,
         "dyadic",
     ),
     Law(
         "depth-cap",
         "at most depth_cap - 1 drafts are accepted, and at the cap the bonus comes from the full law",
-        depth_cap,
+        check.depth_cap,
         "dyadic",
     ),
     Law(
         "batch-invariance",
         "a request decides alike alone, padded, permuted and batched, whatever its neighbours' temperatures",
-        batch_invariance,
+        check.batch_invariance,
         "batches",
     ),
     Law(
         "purity",
         "inputs are not written to, and nothing depends on what an earlier call left in a buffer",
-        purity,
+        check.purity,
         "batches",
     ),
-    Law("determinism", "the same call gives the same bits", determinism, "batches"),
+    Law("determinism", "the same call gives the same bits", check.determinism, "batches"),
     Law(
         "bad-rows",
         "a visited row of NaN, +inf or only -inf is reported for its own request, and only there",
-        bad_rows,
+        check.bad_rows,
         "bad_rows",
     ),
 )

@@ -54,7 +54,7 @@ class Sampler:
         )
         return self.many(tree, rows, [(coins, final)], temperature, depth_cap, dtype)[0]
 
-    def many(  # noqa: PLR0917
+    def many(
         self,
         tree: DraftTree,
         rows: Sequence[Sequence[float]],
