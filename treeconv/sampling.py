@@ -75,7 +75,8 @@ def draw_coins(seeds: Sequence[int], positions: Sequence[int], num_draft_tokens:
     Args:
         seeds: ``[B]`` integers in [0, 2**64), one stream per request.
 
-        positions: ``[B]`` integers in [0, 2**64), the committed length at this step: never used twice per seed.
+        positions: ``[B]`` integers in [0, 2**64), the committed length at this step: never used twice per
+            seed.
 
         num_draft_tokens: N >= 1, slots per request.
 
