@@ -187,13 +187,19 @@ law broken: outcome-law
 
 
 def test_a_large_failure_stays_readable():
-    tree = DraftTree([-1] + [0] * 40, [9, *range(40)])
-    request = Request(tree, np.full((41, 50), np.nan), 0.5, [0.5] * 41, 0.5)
+    """A wide tree shows the paths and the siblings tested beside them, a deep one its first nodes."""
+    star = DraftTree([-1] + [0] * 40, [9, *range(40)])
+    request = Request(star, np.zeros((41, 50)), 0.5, [0.49] * 41, 0.5)
     text = str(explain("law", "meaning", "mine", VerifyCase((request,)), Violation(0, "got", "want")))
-    assert "node 0: token 9   row: NAN  coin 0.5" in text
-    assert "... (41 nodes in all)" in text
     assert "temperature 0.5" in text
-    assert len(text.splitlines()) == 4 + 16 + 2
+    drawn = [line.split("node ")[1].split(":")[0] for line in text.splitlines() if "node " in line]
+    assert drawn == ["0", "24", "25", "26"]  # the coin .49 falls to the 25th of 50 equal masses
+    chain = DraftTree.chain([0] * 30)
+    request = Request(chain, np.ones((30, 1)), 1.0, [0.5] * 30, 0.5)
+    case = VerifyCase((request,), kind="probs")
+    lines = str(explain("law", "meaning", "mine", case, Violation(0, "got", "want"))).splitlines()
+    assert lines[4 + 15] == "  ... (30 nodes in all)"
+    assert len(lines) == 4 + 16 + 2
 
 
 def test_long_rows_list_their_largest_masses():
