@@ -253,18 +253,24 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
     for name, tensor in named.items():
         if bytes_of(tensor) != before[name]:
             raise Violation(0, f"{name} was written to", "inputs unchanged: later readers share them")
-    # Another call with other coins and rows in reverse, to leave something else in every buffer.
-    flipped = [
-        replace(
-            request, rows=request.rows[:, ::-1].copy(), accept=1 - request.accept, final=1 - request.final
-        )
-        for request in case.requests
-    ]
-    call(case.replace_requests(flipped), backend, device)
+    # A call in between that leaves something else in every buffer: stars whose children are all rejected.
+    vocab = case.vocab_size
+    size = min(max(case.slots, 4), vocab)
+    star = DraftTree((-1, *[0] * (size - 1)), tuple(range(size)))
+    flat = np.full((size, vocab), 1 / vocab if case.kind == "probs" else 0, np.float32)
+    reject = np.full(size, 1 - 2.0**-24, np.float32)
+    between = Request(star, flat, 1.0, reject, 0.5)
+    call(replace(case, requests=(between,) * len(trees), num_draft_tokens=None), backend, device)
     second = observe(trees, submit(tensors, case.kind, backend), case.slots)
     for index, (want, got) in enumerate(zip(first, second, strict=True)):
         if want != got:
             raise Violation(index, f"after another call: {got}", f"as at first: {want}")
+        # And the right thing both times: what earlier calls left may have spoilt the first one too.
+        request = case.requests[index]
+        rows, accept = target_rows(request, case.kind), request.accept.tolist()
+        wrong = judge(request.tree, rows, accept, request.final, case.effective_depth_cap, got)
+        if wrong:
+            raise Violation(index, str(got), *wrong)
     return len(trees)
 
 
@@ -300,11 +306,13 @@ def depth_cap(case: VerifyCase, backend: Backend, device: str) -> int:
     subject = case.requests[0]
     for cap in range(1, subject.tree.depth + 2):
         capped = replace(case.replace_requests([subject]), depth_cap=cap)
-        judged += judge_all(capped, backend, device, spread_coins(8, len(subject.tree)))
         # All accept coins 0: the walk runs into the cap.
-        judged += judge_all(
-            capped, backend, device, [([0.0] * len(subject.tree), coin) for coin in (0.0, 0.3, 0.9)]
-        )
+        into_the_cap = [([0.0] * len(subject.tree), coin) for coin in (0.0, 0.3, 0.9)]
+        coins = [*spread_coins(8, len(subject.tree)), *into_the_cap]
+        try:
+            judged += judge_all(capped, backend, device, coins)
+        except Violation as violation:  # the picture's case has a cap of its own
+            raise replace(violation, why=f"at {cap} accept slots; {violation.why}".rstrip("; ")) from None
     return judged
 
 

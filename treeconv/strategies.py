@@ -165,7 +165,8 @@ def target_logits(
     * ``dtype``: "float32", "bfloat16" or "float16".
     * ``allow_neg_inf``: whether tokens without mass appear; one value per row stays finite.
 
-    Ties and shared values are common. Shrinks towards rows of 0.0.
+    Ties and shared values are common, and so are rows of which a grammar allows only some tokens. Shrinks
+    towards rows of 0.0.
     """
     nice = [x for x in _NICE_LOGITS if allow_neg_inf or x > -math.inf]
     # 1/16 steps up to 16: exact in every dtype; the odd fractions come from the float32 branch.
@@ -181,6 +182,9 @@ def target_logits(
         rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     elif dtype == "float16":
         rows = rows.astype(np.float16).astype(np.float32)
+    for node in range(num_nodes if allow_neg_inf else 0):
+        if draw(st.integers(0, 3), label="grammar mask?") == 3:
+            rows[node, list(draw(st.sets(st.integers(0, vocab_size - 1))))] = -np.inf
     empty = rows.max(axis=1) == -np.inf
     rows[empty, 0] = 0
     return rows

@@ -6,6 +6,7 @@ K13, listed in ``KINDS``) and the laws that must kill it.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class Batch:
     temperatures: list | None
 
 
-class Sampler:
+class Sampler:  # its steps take all that a fault may want to look at
     """A right verifier: DESIGN's walk in NumPy float32."""
 
     name = "right"
@@ -154,18 +155,18 @@ class Sampler:
             rejected.append(token)
         return None, rejected
 
-    def coin(self, walk, path, kid):  # noqa: ARG002
+    def coin(self, walk, path, kid):
         return walk.accept[path[-1]]
 
     def hits(self, coin, acc, mass):
         return mass > 0 and coin < acc
 
-    def residual(self, walk, path, p, rejected):  # noqa: ARG002
+    def residual(self, walk, path, p, rejected):
         residual = p.copy()
         residual[rejected] = 0
         return residual
 
-    def final_coin(self, walk, path):  # noqa: ARG002
+    def final_coin(self, walk, path):
         return walk.final
 
     def draw(self, residual, coin):
@@ -229,7 +230,7 @@ class InclusiveTest(Sampler):
 
 @fault("K1", "positive-mass", "positive-mass-logits")
 class CoinZeroAcceptsZeroMass(Sampler):
-    def hits(self, coin, acc, mass):  # noqa: ARG002
+    def hits(self, coin, acc, mass):
         return coin <= acc
 
 
@@ -264,7 +265,7 @@ class EmptyResidualEmitsLastId(Sampler):
 class RatioTest(Sampler):
     """min(1, p/q) with a marginal of 3/4, for children that are a fixed set."""
 
-    def hits(self, coin, acc, mass):  # noqa: ARG002
+    def hits(self, coin, acc, mass):
         return coin < mass / np.float32(0.75)
 
 
@@ -303,7 +304,7 @@ class TemperatureTwice(Sampler):
 
 @fault("K3", "oracle-agreement", "critical-coins-logits")
 class AlwaysGreedy(Sampler):
-    def temperature(self, walk):  # noqa: ARG002
+    def temperature(self, walk):
         return 0.0
 
 
@@ -320,7 +321,7 @@ class BonusWithoutTemperature(Sampler):
 
 @fault("K4", "outcome-law", "critical-coins", "autoregressive")
 class ResidualUnmasked(Sampler):
-    def residual(self, walk, path, p, rejected):  # noqa: ARG002
+    def residual(self, walk, path, p, rejected):
         return p.copy()
 
 
@@ -407,7 +408,7 @@ class SiblingsReversedInOutput(Sampler):
     def commit(self, walk, path, bonus):
         _, count, emitted = super().commit(walk, path, bonus)
         mirrored = [0]
-        for before, node in zip(path[:-1], path[1:], strict=True):
+        for before, node in pairwise(path):
             kids = walk.children[before]
             mirrored.append(kids[::-1][kids.index(node)])
         return mirrored, count, emitted
@@ -571,7 +572,7 @@ class OneBadRequestStopsTheBatch(Sampler):
         return output
 
 
-@fault("K11", "critical-coins", "outcome-law")
+@fault("K11", "critical-coins")
 class SumsInHalfPrecision(Sampler):
     def test(self, walk, path, kids, p):
         return super().test(walk, path, kids, p.astype(np.float16).astype(np.float32) + np.float32(2**-13))
@@ -582,11 +583,11 @@ class SumsInHalfPrecision(Sampler):
 
 @fault("K12", "outcome-law", "critical-coins")
 class OffsetWraps(Sampler):
-    """Row offsets kept in too few bits (here 10, so that small cases reach the end of them)."""
+    """Row offsets kept in too few bits (here 8, so that small cases reach the end of them)."""
 
     def row(self, walk, node):
         rows = walk.batch.rows
         _, slots, vocab = rows.shape
-        offset = ((walk.index * slots + node) * vocab) % 1024
+        offset = ((walk.index * slots + node) * vocab) % 256
         flat = rows.reshape(-1)
         return flat[offset : offset + vocab] if offset + vocab <= flat.size else walk.rows[node]

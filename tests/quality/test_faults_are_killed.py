@@ -9,9 +9,7 @@ from faults import FAULTS, KINDS, Sampler
 from treeconv.laws import BACKEND_LAWS, law_named
 from treeconv.suite import DEFAULT_MAX_EXAMPLES, check_law, failure_text
 
-PAIRS = [
-    pytest.param(fault, law, id=f"{fault.name}-by-{law}") for fault in FAULTS for law in fault.killed_by
-]
+PAIRS = [pytest.param(fault, law, id=f"{fault.name}-by-{law}") for fault in FAULTS for law in fault.killed_by]
 
 
 @pytest.mark.parametrize(("fault", "law"), PAIRS)
