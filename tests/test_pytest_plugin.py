@@ -130,7 +130,7 @@ def test_backends_are_repeatable(run, pytester):
             ["--backend=raises:f"],
             "backend='raises:f' failed while it was loaded: ValueError: on purpose (*raises.py:1)",
         ),
-        (["--backend=takes_x:f"], "backend='takes_x:f' takes (x), but must take (batch, target_probs,*"),
+        (["--backend=takes_x:f"], "backend 'takes_x:f' takes (x), but must take (batch, target_probs,*"),
         (["--device=tpu"], "device='tpu', but must be cpu, cuda or cuda:<index>"),
         (["--max-examples=0"], "max_examples=0, but must be >= 1"),
     ],
@@ -158,9 +158,9 @@ def shapeless(batch, target_probs, coins, depth_cap):
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [
-            "  got:      RuntimeError: CUDA error: an illegal memory access (raised at *nonsense.py:4)",
+            "  got:      RuntimeError: CUDA error: an illegal memory access (raised at *nonsense.py:*)",
             "  got:      accept_index of shape (3,), torch.float32",
-            "  want:     integers of shape (1, 1) (batch 1, 1 slots)",
+            "  want:     integers of shape (*, 1) (batch *, 1 slots)",
         ]
     )
 

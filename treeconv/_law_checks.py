@@ -148,31 +148,33 @@ def chain(case: VerifyCase, backend: Backend, device: str) -> int:
     """A tree of width 1 is a linear DFlash block: token i + 1 is kept iff coin_i < p_i(token), in a row."""
     subject = case.requests[0]
     tokens = subject.tree.token_ids
-    linear = DraftTree.chain(tokens)
-    alone = case.replace_requests([replace(subject, tree=linear)])
-    alone = replace(alone, num_draft_tokens=None, depth_cap=None)
+    linear = replace(subject, tree=DraftTree.chain(tokens))
+    coins = [(subject.accept.tolist(), subject.final), *spread_coins(7, len(tokens))]
+    many = replace(case, requests=tuple(linear.with_coins(*coin) for coin in coins))
     rows = target_rows(subject, case.kind)
-    observed = decide(alone, backend, device)[0]
-    kept, certain = 0, True
-    while kept + 1 < len(tokens):
-        ((lower, upper),) = rows[kept].accept_bounds([tokens[kept + 1]])
-        coin = float(subject.accept[kept])
-        certain &= not lower <= coin < upper
-        only = not rows[kept].bonus([tokens[kept + 1]]).may_have_mass
-        if not (coin < upper or only):
-            break
-        certain &= not rows[kept].residual_may_be_empty([tokens[kept + 1]]) or only
-        kept += 1
-    if certain and observed.path != tuple(range(kept + 1)):
-        want = f"the first {kept} draft tokens kept: path {' -> '.join(map(str, range(kept + 1)))}"
-        raise Violation(0, observed, want)
-    return 1
+    outcomes = decide(replace(many, num_draft_tokens=None, depth_cap=None), backend, device)
+    for (accept, final), observed in zip(coins, outcomes, strict=True):
+        kept, certain = 0, True
+        while kept + 1 < len(tokens):
+            ((lower, upper),) = rows[kept].accept_bounds([tokens[kept + 1]])
+            certain &= not lower <= accept[kept] < upper
+            only = not rows[kept].bonus([tokens[kept + 1]]).may_have_mass
+            if not (accept[kept] < upper or only):
+                break
+            certain &= not rows[kept].residual_may_be_empty([tokens[kept + 1]]) or only
+            kept += 1
+        if certain and observed.path != tuple(range(kept + 1)):
+            want = f"the first {kept} draft tokens kept: path {' -> '.join(map(str, range(kept + 1)))}"
+            raise Violation(0, observed, want, coins=(tuple(accept), final))
+    return len(coins)
 
 
 def more_children(case: VerifyCase, backend: Backend, device: str) -> int:
     """Append one leaf behind a node's children: under the same coins nothing accepted is lost."""
     subject = case.requests[0]
     tree = subject.tree
+    coins = [(subject.accept.tolist(), subject.final), *spread_coins(3, len(tree))]
+    target = target_rows(subject, case.kind)
     judged = 0
     for parent in range(min(len(tree), 4)):
         taken = {tree.token_ids[kid] for kid in tree.children[parent]}
@@ -181,19 +183,23 @@ def more_children(case: VerifyCase, backend: Backend, device: str) -> int:
             continue
         grown = DraftTree((*tree.parents, parent), (*tree.token_ids, free))
         rows = np.concatenate([subject.rows, subject.rows[-1:]])
-        accept = np.append(subject.accept, np.float32(0.5))
-        more = Request(grown, rows, subject.temperature, accept, subject.final)
         cap = max(case.effective_depth_cap, grown.depth + 1)
-        pair = replace(case.replace_requests([subject]), depth_cap=cap)
-        fewer = decide(pair, backend, device)[0]
-        grown_case = replace(pair, requests=(more,), num_draft_tokens=len(grown))
-        wider = decide(grown_case, backend, device)[0]
-        if is_ambiguous(tree, target_rows(subject, case.kind), subject.accept.tolist(), subject.final, cap):
-            continue
-        if wider.path[: len(fewer.path)] != fewer.path:
-            why = f"a child with token {free} was appended behind node {parent}'s"
-            raise Violation(0, f"accepts {wider.path} with it", f"at least {fewer.path}, as without it", why)
-        judged += 1
+        fewer = [subject.with_coins(*coin) for coin in coins]
+        grown_subject = replace(
+            subject, tree=grown, rows=rows, accept=np.append(subject.accept, np.float32(0))
+        )
+        wider = [grown_subject.with_coins([*accept, 0.5], final) for accept, final in coins]
+        base = replace(case, depth_cap=cap, num_draft_tokens=len(grown))
+        before = decide(replace(base, requests=tuple(fewer)), backend, device)
+        after = decide(replace(base, requests=tuple(wider)), backend, device)
+        for (accept, final), less, more in zip(coins, before, after, strict=True):
+            if is_ambiguous(tree, target, accept, final, cap):
+                continue
+            if more.path[: len(less.path)] != less.path:
+                why = f"a child with token {free} was appended behind node {parent}'s"
+                want = f"at least {less.path}, as without it"
+                raise Violation(0, f"accepts {more.path} with it", want, why, coins=(tuple(accept), final))
+            judged += 1
     return judged
 
 

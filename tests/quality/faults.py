@@ -351,7 +351,7 @@ class SoftmaxOfResidual(Sampler):
 # --- K5: coins ----------------------------------------------------------------------------------------
 
 
-@fault("K5", "outcome-law", "oracle-agreement")
+@fault("K5", "outcome-law")
 class CoinReusedOneLevelDown(Sampler):
     def coin(self, walk, path, kid):
         return walk.accept[path[max(0, len(path) - 2)]]
@@ -444,7 +444,7 @@ class TemperatureOfRequestZero(Sampler):
         return walk.batch.temperatures[0]
 
 
-@fault("K8", "batch-invariance", "oracle-agreement")
+@fault("K8", "batch-invariance")
 class MixedTemperaturesAreSampled(Sampler):
     """Greedy requests are sampled at 1 as soon as one request of the batch is."""
 
@@ -471,7 +471,7 @@ class DropsTailOfVocabulary(Sampler):
 # --- K9: committing -----------------------------------------------------------------------------------
 
 
-@fault("K9", "depth-cap", "oracle-agreement")
+@fault("K9", "depth-cap")
 class DepthCapIgnored(Sampler):
     def kids(self, walk, path):
         return walk.children[path[-1]]
