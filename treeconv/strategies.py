@@ -48,7 +48,12 @@ _SHAPES: dict[str, Callable[[int, int, int], int]] = {
 }
 
 _NICE_LOGITS = (0.0, 1.0, -1.0, 2.0, 0.5, -math.inf, 5.0, 10.0, -10.0, 30.0, -80.0, 100.0, 30000.0, -30000.0)
-_NICE_TEMPERATURES = (1.0, 0.0, 0.5, 2.0, 0.6, 0.8, 0.01, 0.005, 1e-6, 1e-40, 100.0, 1e30)
+_USUAL, _SMALL, _FAR = (
+    (1.0, 0.0, 0.5, 2.0, 0.6, 0.8, 0.01),
+    (0.005, 0.002, 1e-3, 1e-4),
+    (1e-6, 1e-40, 100.0, 1e30),
+)
+_NICE_TEMPERATURES = (*_USUAL, *_SMALL, *_FAR)
 _LEAST_SCALED = 1e-7  # below it, the products would be subnormal
 _LAST_COIN = float(np.float32(1 - 2**-24))
 
