@@ -159,7 +159,7 @@ def laws_named(names: Sequence[str]) -> list[Law | TreeLaw]:
     return [law for law in laws if not names or law.name in names]
 
 
-def suite_settings(max_examples: int = DEFAULT_MAX_EXAMPLES) -> hypothesis.settings:
+def suite_settings(max_examples: int = DEFAULT_MAX_EXAMPLES, *, shrink: bool = True) -> hypothesis.settings:
     """Hypothesis's settings for a law: nothing remembered between runs, no clock, one failure a law.
 
     The database is off because it would make a run depend on earlier ones; what broke is saved as a file.
@@ -173,7 +173,7 @@ def suite_settings(max_examples: int = DEFAULT_MAX_EXAMPLES) -> hypothesis.setti
         print_blob=False,
         report_multiple_bugs=False,
         # Not `explain`: it would run a broken law some hundred times more to comment on its arguments.
-        phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
+        phases=[Phase.explicit, Phase.generate, Phase.target, *([Phase.shrink] if shrink else [])],
         suppress_health_check=[
             HealthCheck.too_slow,
             HealthCheck.data_too_large,
@@ -183,11 +183,11 @@ def suite_settings(max_examples: int = DEFAULT_MAX_EXAMPLES) -> hypothesis.setti
 
 
 def with_settings(
-    test: Callable[..., Any], law: str, max_examples: int, seed: int | str
+    test: Callable[..., Any], law: str, max_examples: int, seed: int | str, *, shrink: bool = True
 ) -> Callable[..., Any]:
     """A ``@given`` test fixed by the seed and the law: the same cases in pytest and on the command line."""
     seeded = hypothesis.seed(f"{seed}/{law}")(test)
-    settled: Callable[..., Any] = suite_settings(max_examples)(seeded)
+    settled: Callable[..., Any] = suite_settings(max_examples, shrink=shrink)(seeded)
     return settled
 
 
@@ -328,6 +328,7 @@ def check_law(
     *,
     max_examples: int = DEFAULT_MAX_EXAMPLES,
     seed: int | str = 0,
+    shrink: bool = True,
     on_case: Callable[[], None] | None = None,
 ) -> Outcome:
     """Generate cases and judge them until one breaks the law; that one is shrunk.
@@ -342,6 +343,8 @@ def check_law(
         max_examples: cases, >= 1.
 
         seed: fixes the cases, together with the law's name.
+
+        shrink: make the failing case small; False is faster, where only the verdict matters.
 
         on_case: called after each case that was judged (not while shrinking).
 
@@ -372,13 +375,13 @@ def check_law(
                 on_case()
 
     strategy = tree_batches() if isinstance(law, TreeLaw) else cases_for(law.cases)
-    test = with_settings(hypothesis.given(case=strategy)(judge), law.name, max_examples, seed)
+    test = with_settings(hypothesis.given(case=strategy)(judge), law.name, max_examples, seed, shrink=shrink)
     started = time.perf_counter()
     broken = None
     try:
         test()
     except Exception as error:
-        again = (lambda case: law.run(case, backend, device)) if isinstance(law, Law) else None  # type: ignore[arg-type]
+        again = (lambda case: law.run(case, backend, device)) if shrink and isinstance(law, Law) else None  # type: ignore[arg-type]
         broken = broken_law(error, again)
         if broken is None:
             raise
