@@ -19,6 +19,7 @@ BACKENDS = {
     "eager": "treeconv.backends.eager:EagerBackend",
     "triton": "treeconv.backends.triton:TritonBackend",
     "sgl": "treeconv.backends.sgl:SglBackend",
+    "sgl-raw": "treeconv.backends.sgl:raw_sgl_backend",
 }
 _loaded: dict[str, Backend] = {}
 
