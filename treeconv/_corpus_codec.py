@@ -250,6 +250,6 @@ def load_each(
     for path in paths:
         try:
             loaded.append(load(path))
-        except CorpusError as error:  # noqa: PERF203  (one bad file must not stop the loop)
+        except CorpusError as error:
             errors.append(error)
     return loaded, errors

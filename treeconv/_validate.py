@@ -125,7 +125,7 @@ def _is_surely_valid(batch: VerifyInput) -> bool:
     firsts = (first + row)[is_first]
     youngers = (sibling + row)[has_younger]
     pointed_at = np.bincount(np.concatenate([firsts, youngers]), minlength=tokens.size)
-    if pointed_at.max(initial=0) > 1 or pointed_at[:: slots].any() or (sibling[:, 0] != -1).any():
+    if pointed_at.max(initial=0) > 1 or pointed_at[::slots].any() or (sibling[:, 0] != -1).any():
         return False
     # The eldest sibling stands for the parent; found by pointer doubling.
     eldest = np.arange(tokens.size)
@@ -196,7 +196,8 @@ def check_rows(rows: Any, name: str, batch: VerifyInput, dtypes: tuple[str, ...]
         raise InvalidArgument(f"{name}.dtype={rows.dtype}, but must be one of {', '.join(dtypes)}")
     if rows.device != batch.device:
         raise InvalidArgument(f"{name}.device={rows.device}, but must be {batch.device}, the batch's device")
-    return rows
+    tensor: torch.Tensor = rows
+    return tensor
 
 
 def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
@@ -220,7 +221,9 @@ def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
     try:
         values = torch.as_tensor(temperature, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
-        raise InvalidArgument(f"temperature={temperature!r}, but must be a number or {size} numbers") from None
+        raise InvalidArgument(
+            f"temperature={temperature!r}, but must be a number or {size} numbers"
+        ) from None
     if values.ndim and tuple(values.shape) != (size,):
         raise InvalidArgument(
             f"temperature.shape={tuple(values.shape)}, but must be a scalar or ({size},), one per request"

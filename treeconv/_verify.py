@@ -32,10 +32,13 @@ def _coins(coins: Coins | None, generator: torch.Generator | None, batch: Verify
 
 
 def _backend(backend: str | Backend, device: torch.device) -> Backend:
-    chosen = choose_backend(device) if isinstance(backend, str) and backend == "auto" else get_backend(backend)
+    chosen = (
+        choose_backend(device) if isinstance(backend, str) and backend == "auto" else get_backend(backend)
+    )
     if device.type not in chosen.traits.devices:
         raise BackendUnavailable(
-            f"backend={chosen.name!r} runs on {', '.join(chosen.traits.devices)}, but the batch is on {device}"
+            f"backend={chosen.name!r} runs on {', '.join(chosen.traits.devices)}, but the batch is on"
+            f" {device}"
         )
     return chosen
 
@@ -112,7 +115,13 @@ def verify_probs(
         target_probs: ``[B, N, V]`` float32 on the batch's device, >= 0: after temperature and filters.
             Never written to.
 
-        coins, generator, backend, depth_cap: as for :func:`verify`.
+        coins: as for :func:`verify`.
+
+        generator: as for :func:`verify`.
+
+        backend: as for :func:`verify`.
+
+        depth_cap: as for :func:`verify`.
 
     Returns, Raises: as for :func:`verify`.
     """

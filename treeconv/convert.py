@@ -181,7 +181,9 @@ def _visibility(verify_input: VerifyInput) -> torch.Tensor:
         spare = torch.cat([back, back[:, :1]], dim=1)
         back = spare.scatter(1, torch.where(pointer < 0, num_slots, pointer), slots)[:, :num_slots]
     is_younger = torch.zeros((batch, num_slots + 1), dtype=torch.bool, device=first.device)
-    is_younger = is_younger.scatter(1, torch.where(sibling < 0, num_slots, sibling), value=True)[:, :num_slots]
+    is_younger = is_younger.scatter(1, torch.where(sibling < 0, num_slots, sibling), value=True)[
+        :, :num_slots
+    ]
     # Every elder sibling's pointer leads on to the parent: skip them by doubling.
     elder = torch.where(is_younger, back, slots)
     for _ in range(max(1, (num_slots - 1).bit_length())):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "BackendUnavailable",
     "CorpusError",
@@ -33,4 +35,20 @@ class CorpusError(TreeconvError, ValueError):
 
 
 class LawBroken(TreeconvError, AssertionError):
-    """A sampler broke a law; the message holds the case, got, want, and a line that replays it."""
+    """A sampler broke a law; the message holds the case as a picture, got, want, and why.
+
+    Args:
+        message: the whole text.
+
+        law: the law's name.
+
+        backend: the backend's name; None for laws about trees alone.
+
+        case: the :class:`~treeconv.VerifyCase` to save for a replay; None likewise.
+    """
+
+    def __init__(self, message: str, *, law: str, backend: str | None = None, case: Any = None) -> None:
+        super().__init__(message)
+        self.law = law
+        self.backend = backend
+        self.case = case

@@ -6,6 +6,7 @@ Everything here is about one request under one coin vector; :mod:`treeconv.laws`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from treeconv import oracle
@@ -117,7 +118,7 @@ def _observe_one(
     path = tuple(index - base for index in used)
     if path[0] != 0:
         return broken(f"must begin at the root's flat index {base}")
-    for before, node in zip(path[:-1], path[1:], strict=True):
+    for before, node in pairwise(path):
         if not 0 < node < len(tree) or tree.parents[node] != before:
             return broken(f"flat index {node + base} is no child of {before + base}: not one root path")
     tokens = tuple(predicts[index] for index in used)
@@ -127,9 +128,7 @@ def _observe_one(
     return Observed(path, tokens, RowStatus.OK)
 
 
-def _stops(
-    tree: DraftTree, rows: TargetRows, accept: Sequence[float], depth_cap: int
-) -> Iterable[Stop]:
+def _stops(tree: DraftTree, rows: TargetRows, accept: Sequence[float], depth_cap: int) -> Iterable[Stop]:
     return oracle.admissible_stops(tree, rows, accept, depth_cap)
 
 
@@ -240,19 +239,19 @@ def explain(
     if len(picture) > 16:
         picture = [*picture[:15], f"... ({len(request.tree)} nodes in all)"]
     temperature = "" if case.kind == "probs" else f", temperature {request.temperature!r}"
+    summary = (
+        f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"
+        f" {case.rows_dtype}{temperature}, {case.effective_depth_cap} accept slots, final coin {final!r}"
+    )
     lines = [
         f"law broken: {law}",
         f"  meaning:  {meaning}",
         f"  backend:  {backend}",
-        f"  case:     request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size},"
-        f" {case.kind} {case.rows_dtype}{temperature}, {case.effective_depth_cap} accept slots,"
-        f" final coin {final!r}",
+        f"  case:     {summary}",
         *("  " + line for line in picture),
         f"  got:      {violation.got}",
         f"  want:     {violation.want}",
     ]
     if violation.why:
         lines.append(f"  because:  {violation.why}")
-    error = LawBroken("\n".join(lines))
-    error.law, error.backend, error.case = law, backend, case  # what a caller needs to save a replay
-    return error
+    return LawBroken("\n".join(lines), law=law, backend=backend, case=case)

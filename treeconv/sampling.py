@@ -87,7 +87,9 @@ def draw_coins(seeds: Sequence[int], positions: Sequence[int], num_draft_tokens:
     """
     check_int(num_draft_tokens, "num_draft_tokens", 1)
     if len(seeds) != len(positions):
-        raise InvalidArgument(f"len(seeds)={len(seeds)} and len(positions)={len(positions)}, but must be equal")
+        raise InvalidArgument(
+            f"len(seeds)={len(seeds)} and len(positions)={len(positions)}, but must be equal"
+        )
     accept = np.empty((len(seeds), num_draft_tokens), np.float32)
     final = np.empty(len(seeds), np.float32)
     for index, (seed, position) in enumerate(zip(seeds, positions, strict=True)):

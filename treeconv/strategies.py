@@ -138,8 +138,8 @@ def temperatures(*, min_temperature: float = 0.0, max_temperature: float = 1e30)
     """
     if not 0 <= min_temperature <= max_temperature < math.inf:
         raise InvalidArgument(
-            f"min_temperature={min_temperature!r}, max_temperature={max_temperature!r}, but must be finite with"
-            " 0 <= min <= max"
+            f"min_temperature={min_temperature!r}, max_temperature={max_temperature!r}, but must be finite"
+            " with 0 <= min <= max"
         )
     nice = [float(np.float32(t)) for t in _NICE_TEMPERATURES]
     nice = [t for t in nice if min_temperature <= t <= max_temperature]
@@ -182,9 +182,7 @@ def target_logits(
 
 
 @st.composite
-def dyadic_rows(
-    draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int = 12
-) -> NDArray[np.float32]:
+def dyadic_rows(draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int = 12) -> NDArray[np.float32]:
     """``[num_nodes, vocab_size]`` probability rows whose masses are multiples of ``2**-max_bits``.
 
     Every float32 sum of them is exact, so a sampler's decision at a boundary and at its float neighbours
@@ -196,9 +194,7 @@ def dyadic_rows(
     for node in range(num_nodes):
         bits = draw(st.sampled_from([b for b in (1, 2, 4, max_bits) if b <= max_bits]), label="bits")
         whole = 1 << bits
-        cuts = sorted(
-            draw(st.lists(st.integers(0, whole), min_size=vocab_size - 1, max_size=vocab_size - 1))
-        )
+        cuts = sorted(draw(st.lists(st.integers(0, whole), min_size=vocab_size - 1, max_size=vocab_size - 1)))
         # Measured from the top, so that zeros (the simplest cuts) leave all mass on token 0.
         edges = [whole, *reversed(cuts), 0]
         rows[node] = -np.diff(np.array(edges)) / whole
@@ -294,10 +290,28 @@ def _bad_row_cases(draw: DrawFn) -> VerifyCase:
     return case.replace_requests(requests)
 
 
+@st.composite
+def _wide_cases(draw: DrawFn) -> VerifyCase:
+    """Trees of up to 70 nodes (siblings beyond a warp) over vocabularies beyond any block size.
+
+    The rows come from one drawn seed: thousands of drawn numbers would be slow, and shrink no better.
+    """
+    vocab = draw(st.sampled_from([16, 257, 1031, 4099]), label="vocab")
+    tree = draw(draft_trees(max_nodes=70, vocab_size=vocab, shapes=["star", "chain", "random", "best-first"]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16), label="rows"))
+    peakedness = draw(st.sampled_from([1.0, 3.0, 8.0]), label="peakedness")
+    rows = (rng.standard_normal((len(tree), vocab)) * peakedness).astype(np.float32)
+    for node in range(1, len(tree)):  # drafts are likely tokens, so that walks go deep
+        rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
+    temperature = draw(temperatures(), label="temperature")
+    request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()))
+    return VerifyCase(requests=(request,))
+
+
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
-    * ``kind``: logits, dyadic, dyadic_small, zero_mass, chains, batches or bad_rows.
+    * ``kind``: logits, dyadic, dyadic_small, zero_mass, chains, batches, bad_rows or wide.
     """
     strategies: dict[str, Any] = {
         "logits": lambda: verify_cases(max_requests=2),
@@ -307,6 +321,7 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "chains": lambda: verify_cases(shapes=["chain"]),
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
         "bad_rows": _bad_row_cases,
+        "wide": _wide_cases,
     }
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")

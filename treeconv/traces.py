@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ SCHEMA = 1
 _TEXTS = ("name", "model", "drafter", "prompt")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Trace:
     """One draft tree scored by a real model.
 
@@ -65,6 +66,10 @@ class Trace:
     path: Path | None = None
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.name):
+            raise InvalidArgument(
+                f"name={self.name!r}, but must be letters, digits, _ and -: it names a file"
+            )
         for name in ("rows", "accept", "final"):
             array = np.ascontiguousarray(as_float_array(getattr(self, name)), np.float32)
             object.__setattr__(self, name, array)
@@ -83,6 +88,9 @@ class Trace:
             raise InvalidArgument(f"positions={self.positions}, but must be prefix length {prefix} + depth")
         if max(*self.tree.token_ids, *self.prompt_token_ids, 0) >= self.rows.shape[1]:
             raise InvalidArgument(f"a token is beyond the vocabulary of {self.rows.shape[1]}")
+
+    def __repr__(self) -> str:
+        return f"Trace({self.name!r}, nodes={len(self.tree)}, vocab_size={self.vocab_size}, path={self.path})"
 
     @property
     def prefix_len(self) -> int:

@@ -88,8 +88,8 @@ class FunctionBackend:
         takes_logits = {"batch", "logits", "temperature", "coins", "depth_cap"} <= parameters
         if not takes_probs and not takes_logits:
             raise BackendUnavailable(
-                f"backend {name!r} takes ({', '.join(sorted(parameters))}), but must take (batch, target_probs,"
-                " coins, depth_cap) or (batch, logits, temperature, coins, depth_cap)"
+                f"backend {name!r} takes ({', '.join(sorted(parameters))}), but must take (batch,"
+                " target_probs, coins, depth_cap) or (batch, logits, temperature, coins, depth_cap)"
             )
         self.name = name
         self._function = function

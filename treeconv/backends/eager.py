@@ -27,8 +27,10 @@ _TINIEST = 2.0**-149  # the smallest positive float32
 
 
 class EagerBackend:
-    """Torch operations, level by level. Extra memory: one float32 row per request still walking, and one as
-    given where several walk."""
+    """Torch operations, level by level.
+
+    Extra memory: one float32 row per request still walking, and one as given where several walk.
+    """
 
     name = "eager"
     traits = BackendTraits()

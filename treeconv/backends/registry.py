@@ -37,7 +37,9 @@ def get_backend(name: str | Backend) -> Backend:
     if not isinstance(name, str):
         if isinstance(name, Backend):
             return name
-        raise BackendUnavailable(f"backend={name!r}, but must be a name or an object with verify and verify_probs")
+        raise BackendUnavailable(
+            f"backend={name!r}, but must be a name or an object with verify and verify_probs"
+        )
     if name in _loaded:
         return _loaded[name]
     target = BACKENDS.get(name, name)

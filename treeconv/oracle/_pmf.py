@@ -33,7 +33,9 @@ __all__ = [
 
 def _rows(tree: DraftTree, target_probs: Any) -> TargetRows:
     if len(target_probs) < len(tree):
-        raise InvalidArgument(f"len(target_probs)={len(target_probs)}, but must be >= {len(tree)}, one a node")
+        raise InvalidArgument(
+            f"len(target_probs)={len(target_probs)}, but must be >= {len(tree)}, one a node"
+        )
     return target_probs if isinstance(target_probs, TargetRows) else TargetRows.exact(target_probs)
 
 

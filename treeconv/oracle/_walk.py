@@ -164,13 +164,18 @@ def walk(tree: DraftTree, target_probs: Any, coins: Coins, depth_cap: int | None
         InvalidArgument: fewer rows or coins than nodes, coins outside [0, 1], ``depth_cap`` < 1.
     """
     if len(target_probs) < len(tree):
-        raise InvalidArgument(f"len(target_probs)={len(target_probs)}, but must be >= {len(tree)}, one a node")
+        raise InvalidArgument(
+            f"len(target_probs)={len(target_probs)}, but must be >= {len(tree)}, one a node"
+        )
     accept = coins.accept.tolist() if hasattr(coins.accept, "tolist") else list(coins.accept)
     final = coins.final.tolist() if hasattr(coins.final, "tolist") else coins.final
     final = final[0] if isinstance(final, (list, tuple)) else final
     if len(accept) < len(tree):
         raise InvalidArgument(f"len(coins.accept)={len(accept)}, but must be >= {len(tree)}, one per node")
-    for name, coin in [*((f"coins.accept[{node}]", coin) for node, coin in enumerate(accept)), ("final", final)]:
+    for name, coin in [
+        *((f"coins.accept[{node}]", coin) for node, coin in enumerate(accept)),
+        ("final", final),
+    ]:
         if not 0 <= coin <= 1:
             raise InvalidArgument(f"{name}={coin!r}, but must be in [0, 1]")
     if depth_cap is None:
