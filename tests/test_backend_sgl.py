@@ -75,7 +75,7 @@ def test_coin_0_and_the_exact_boundary(raw, guarded):
 def test_children_that_cover_the_support(raw, guarded):
     """Their float32 sum is under 1, and a coin above it finds nothing left."""
     below = 0.99999994
-    probs = torch.tensor([0.1] * 9 + [0.1], dtype=torch.float32) * below
+    probs = torch.full((10,), 0.0999999)
     tree = DraftTree((-1, *[0] * 10), (0, *range(10)))
     rows = [probs.tolist()] * 11
     accept = [below] + [0.5] * 10
