@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
 
     from treeconv.backends.base import Backend
     from treeconv.case import CaseTensors, Request, VerifyCase
+    from treeconv.oracle import TargetRows
     from treeconv.tree import VerifyOutput
 
     CoinVector = tuple[Sequence[float], float]
 
-__all__ = ["as_probs", "bytes_of", "call", "decide", "judge_all", "measure", "spread_coins"]
+__all__ = ["as_probs", "bytes_of", "call", "decide", "judge_all", "measure", "spread_coins", "submit"]
+
+_MAX_ELEMENTS = 2**24  # of the target rows in one call: 64 MB of float32
 
 
 def as_probs(case: VerifyCase) -> VerifyCase:
@@ -44,13 +48,39 @@ def as_probs(case: VerifyCase) -> VerifyCase:
 def call(case: VerifyCase, backend: Backend, device: str) -> tuple[CaseTensors, VerifyOutput]:
     """Hand a case to a backend as it would be served."""
     tensors = case.tensors(device)
-    if case.kind == "probs":
-        output = backend.verify_probs(tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap)
-    else:
-        output = backend.verify(
-            tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap
-        )
-    return tensors, output
+    return tensors, submit(tensors, case.kind, backend)
+
+
+def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
+    """Call the backend on tensors.
+
+    Raises:
+        Violation: it raised, or returned something of another shape: no decision to judge.
+    """
+    try:
+        if kind == "probs":
+            output = backend.verify_probs(tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap)
+        else:
+            output = backend.verify(
+                tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap
+            )
+        size, slots = tensors.batch.candidates.shape
+        shapes = {
+            "accept_index": (size, tensors.depth_cap),
+            "accept_token_num": (size,),
+            "predicts": (size * slots,),
+            "status": (size,),
+        }
+        got = {name: (tuple(getattr(output, name).shape), getattr(output, name).dtype) for name in shapes}
+    except Exception as error:  # noqa: BLE001  # a stranger's sampler may raise anything: that is a finding
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"{type(error).__name__}: {error} (raised at {at.filename}:{at.lineno})"
+        raise Violation(0, raised, "a decision for every request") from None
+    for name, shape in shapes.items():
+        if got[name][0] != shape or "int" not in str(got[name][1]):
+            found = f"{name} of shape {got[name][0]}, {got[name][1]}"
+            raise Violation(0, found, f"integers of shape {shape} (batch {size}, {slots} slots)")
+    return output
 
 
 def decide(case: VerifyCase, backend: Backend, device: str) -> list[Observed]:
@@ -60,18 +90,29 @@ def decide(case: VerifyCase, backend: Backend, device: str) -> list[Observed]:
 
 
 def judge_all(
-    case: VerifyCase, backend: Backend, device: str, coins: Sequence[CoinVector], request: int = 0
+    case: VerifyCase,
+    backend: Backend,
+    device: str,
+    coins: Sequence[CoinVector],
+    request: int = 0,
+    rows: TargetRows | None = None,
 ) -> int:
-    """One call that holds the same request under every coin vector; each decision is judged."""
+    """The same request under every coin vector, as one batch (several over a large vocabulary), judged.
+
+    ``rows``: the oracle's view of that request, where the caller has it already.
+    """
     subject = case.requests[request]
-    rows = target_rows(subject, case.kind)
+    rows = rows or target_rows(subject, case.kind)
     cap = case.effective_depth_cap
-    many = case.replace_requests([subject.with_coins(accept, final) for accept, final in coins])
-    for (accept, final), observed in zip(coins, decide(many, backend, device), strict=True):
-        wrong = judge(subject.tree, rows, accept, final, cap, observed)
-        if wrong:
-            coin_vector = (tuple(float(coin) for coin in accept), float(final))
-            raise Violation(request, str(observed), *wrong, coins=coin_vector)
+    at_once = max(1, _MAX_ELEMENTS // (case.slots * case.vocab_size))
+    for start in range(0, len(coins), at_once):
+        part = coins[start : start + at_once]
+        many = case.replace_requests([subject.with_coins(accept, final) for accept, final in part])
+        for (accept, final), observed in zip(part, decide(many, backend, device), strict=True):
+            wrong = judge(subject.tree, rows, accept, final, cap, observed)
+            if wrong:
+                coin_vector = (tuple(float(coin) for coin in accept), float(final))
+                raise Violation(request, str(observed), *wrong, coins=coin_vector)
     return len(coins)
 
 

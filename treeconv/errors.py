@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
 __all__ = [
     "BackendUnavailable",
@@ -44,11 +48,26 @@ class LawBroken(TreeconvError, AssertionError):
 
         backend: the backend's name; None for laws about trees alone.
 
-        case: the :class:`~treeconv.VerifyCase` to save for a replay; None likewise.
+        case: the :class:`~treeconv.VerifyCase` to save for a replay; None where there is none.
+
+        parameters: whatever else a replay needs, as JSON values.
+
+        path: the file the case was loaded from, or None.
     """
 
-    def __init__(self, message: str, *, law: str, backend: str | None = None, case: Any = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        law: str,
+        backend: str | None = None,
+        case: Any = None,
+        parameters: Mapping[str, Any] | None = None,
+        path: Path | None = None,
+    ) -> None:
         super().__init__(message)
         self.law = law
         self.backend = backend
         self.case = case
+        self.parameters = dict(parameters or {})
+        self.path = path

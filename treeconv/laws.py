@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv import oracle
-from treeconv._drive import as_probs, bytes_of, call, decide, judge_all, measure, spread_coins
+from treeconv._drive import as_probs, bytes_of, call, decide, judge_all, measure, spread_coins, submit
 from treeconv.case import Request, VerifyCase
 from treeconv.judge import Observed, Violation, explain, is_ambiguous, judge, observe, target_rows
 from treeconv.tree import DraftTree, RowStatus
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from treeconv.backends.base import Backend
-    from treeconv.tree import VerifyOutput
 
 __all__ = ["BACKEND_LAWS", "Law", "law_named", "why_not"]
 
@@ -58,12 +57,13 @@ class Law:
         Raises:
             LawBroken: the readable failure.
         """
-        if case.kind == "logits" and not backend.traits.takes_logits:
-            case = as_probs(case)
+        handed = as_probs(case) if case.kind == "logits" and not backend.traits.takes_logits else case
         try:
-            return self.check(case, backend, device)
+            return self.check(handed, backend, device)
         except Violation as violation:
-            raise explain(self.name, self.meaning, backend.name, case, violation) from None
+            error = explain(self.name, self.meaning, backend.name, handed, violation)
+            error.case = case  # what a replay starts from
+            raise error from None
 
 
 def why_not(law: Law, backend: Backend) -> str | None:
@@ -100,7 +100,7 @@ def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:
     for index, request in enumerate(case.requests):
         rows = target_rows(request, case.kind)
         coins = oracle.sweep_coins(request.tree, rows, case.effective_depth_cap)
-        judged += judge_all(case, backend, device, coins, index)
+        judged += judge_all(case, backend, device, coins, index, rows)
     return judged
 
 
@@ -297,15 +297,8 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
     }
     before = {name: bytes_of(tensor) for name, tensor in named.items()}
 
-    def once() -> VerifyOutput:
-        if case.kind == "probs":
-            return backend.verify_probs(tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap)
-        return backend.verify(
-            tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap
-        )
-
     trees = [request.tree for request in case.requests]
-    first = observe(trees, once(), case.slots)
+    first = observe(trees, submit(tensors, case.kind, backend), case.slots)
     for name, tensor in named.items():
         if bytes_of(tensor) != before[name]:
             raise Violation(0, f"{name} was written to", "inputs unchanged: later readers share them")
@@ -317,7 +310,7 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
         for request in case.requests
     ]
     call(case.replace_requests(flipped), backend, device)
-    second = observe(trees, once(), case.slots)
+    second = observe(trees, submit(tensors, case.kind, backend), case.slots)
     for index, (want, got) in enumerate(zip(first, second, strict=True)):
         if want != got:
             raise Violation(index, f"after another call: {got}", f"as at first: {want}")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from treeconv.case import Request, VerifyCase
 from treeconv.convert import (
     from_eagle,
     from_tree_mask,
@@ -20,7 +23,7 @@ from treeconv.tree import DraftTree, TreeMaskMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["TREE_LAWS", "TreeLaw"]
+__all__ = ["TREE_LAWS", "TreeLaw", "tree_law_named"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,17 @@ class TreeLaw:
                 f"  got:      {violation.got}",
                 f"  want:     {violation.want}",
             ]
-            raise LawBroken("\n".join(lines), law=self.name) from None
+            # A case without target rows: what a replay needs is the trees, the slots and the prefixes.
+            requests = [
+                Request(tree, np.zeros((len(tree), 1), np.float32), 1.0, np.zeros(len(tree), np.float32), 0.0)
+                for tree in trees
+            ]
+            raise LawBroken(
+                "\n".join(lines),
+                law=self.name,
+                case=VerifyCase(tuple(requests), num_draft_tokens=num_draft_tokens),
+                parameters={"prefix_lens": list(prefix_lens)},
+            ) from None
         return len(trees)
 
 
@@ -138,3 +151,12 @@ TREE_LAWS: tuple[TreeLaw, ...] = (
         _mask_and_positions,
     ),
 )
+
+
+def tree_law_named(name: str) -> TreeLaw:
+    """The tree law of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {law.name: law for law in TREE_LAWS}[name]
