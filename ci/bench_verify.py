@@ -117,7 +117,12 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--sweep", default="", help='plans to try, as "B:P,W;P,W B:P,W"')
     parser.add_argument("--json", default="")
+    parser.add_argument("--tune", default="", help="CHUNK,warps,registers,programs per multiprocessor")
     options = parser.parse_args()
+    if options.tune:
+        chunk, kernel._WARPS, kernel._REGISTERS, kernel._PROGRAMS_PER_SM = map(int, options.tune.split(","))
+        kernel._chunk_size = lambda _: chunk
+        kernel.Workspace.words_needed *= 4
     backend = TritonBackend()
     sweep = {}
     for part in options.sweep.split():
@@ -147,7 +152,7 @@ def main() -> None:
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)
-    print("chunk", kernel._chunk_size(options.vocab), "warps", kernel._WARPS, "registers", kernel._REGISTERS)
+    print("tune", options.tune)
 
 
 if __name__ == "__main__":

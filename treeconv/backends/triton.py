@@ -181,7 +181,7 @@ class TritonBackend:
                 raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
         interpreted = device.type == "cpu"
         if plan is None:
-            plan = LaunchPlan(1, 1) if interpreted else self._plan(B, N, V, device)
+            plan = LaunchPlan(1) if interpreted else self._plan(B, N, V, device)
         elif interpreted and plan.programs > 1:
             raise InvalidArgument(
                 f"plan.programs={plan.programs}, but must be 1 in the interpreter: it runs one at a time"
@@ -226,7 +226,7 @@ class TritonBackend:
     @staticmethod
     def _plan(B: int, N: int, V: int, device: torch.device) -> LaunchPlan:
         if torch.version.hip is not None:  # pragma: no cover - co-residency was reasoned out for CUDA only
-            return LaunchPlan(1, 1)
+            return LaunchPlan(1)
         return launch_plan(B, N, V, torch.cuda.get_device_properties(device).multi_processor_count)
 
     def _workspace(self, device: torch.device) -> Workspace:

@@ -43,17 +43,18 @@ MAX_BATCH = 1024
 MAX_NODES = 1024
 MAX_VOCAB = 262144  # token ids fit 18 bits of a packed key, and a row 64 chunks
 
-_WARPS = 4
-_REGISTERS = 64  # per thread: 8 programs of 4 warps fit the 64 Ki registers of one multiprocessor
+_WARPS = 1  # reductions stay within a warp, and what every program repeats costs one warp
+_REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 programs
+_PROGRAMS_PER_SM = 16
 _CHILDREN = 32  # children tested at once: one warp's lanes
+_JUMP_LIMIT = 128  # N up to which sibling lists are followed through tables in registers
 _FIELDS = 3  # words of a published triple: maximum, sum, sum without the children
-_ROWS_PER_REQUEST = 3  # scratch rows besides read-ahead: one for the root, two that later rows alternate in
 
 _NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above every float in the order of _ordered
 _INF_KEY = tl.constexpr(0x7F800000)
 _EMPTY_KEY = tl.constexpr(-0x7F800001)  # -inf
-_NEVER = tl.constexpr(1 << 40)  # above every packed (rank, node, token) and every token
-_BIG = tl.constexpr(1 << 30)
+_NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
+_BIG = tl.constexpr(1 << 30)  # above every token
 
 
 @triton.jit
@@ -70,6 +71,39 @@ def _unordered(key):
 
 
 @triton.jit
+def _exp2(x, PTX: tl.constexpr):
+    """2^x; a result below 2^-126 may be flushed to zero."""
+    if PTX:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _slow_mass(x, top, before, after, rate, PTX: tl.constexpr):
+    """``exp((x - top) / T)`` for any T > 0; of the powers of two ``before`` and ``after`` one is 1."""
+    return _exp2(((x * before - top * before) * after) * rate, PTX)
+
+
+@triton.jit
+def _chunk_mass(x, top, before, after, rate, limit, PTX: tl.constexpr):
+    """Masses of a chunk relative to its own maximum, see *Arithmetic*."""
+    if tl.abs(top) * rate < limit:
+        mass = _exp2(tl.fma(x, rate, -(top * rate)), PTX)
+    else:
+        mass = _slow_mass(x, tl.where(top == float("-inf"), 0.0, top), before, after, rate, PTX)
+    return mass
+
+
+@triton.jit
+def _chunk_weight(chunk_top, top, before, after, rate, limit, PTX: tl.constexpr):
+    """What turns masses from :func:`_chunk_mass` into masses relative to the row's maximum ``top``."""
+    fast = tl.abs(chunk_top) * rate < limit
+    exponent = tl.fma(top + tl.zeros_like(chunk_top), -rate, chunk_top * rate)
+    return tl.where(fast, _exp2(exponent, PTX), _slow_mass(chunk_top, top, before, after, rate, PTX))
+
+
+@triton.jit
 def _follow(pointer, node, N):
     """``pointer[node]``, or -1 where that is no node."""
     target = tl.load(pointer + node)
@@ -77,39 +111,51 @@ def _follow(pointer, node, N):
 
 
 @triton.jit
-def _siblings(sibling_ptr, candidates_ptr, child, left, N, V, CHILDREN: tl.constexpr):
-    """The next up to ``CHILDREN`` nodes of a sibling list.
+def _hop(table, nodes):
+    """``table[nodes]``, -1 staying -1."""
+    return tl.where(nodes >= 0, tl.gather(table, tl.maximum(nodes, 0), 0), -1)
 
-    Returns their nodes and tokens (-1 in unused lanes; a token outside [0, V) becomes -1), the node after
-    them or -1, and how many more may be visited before the list is taken for a cycle.
+
+@triton.jit
+def _siblings(sibling_ptr, candidates_ptr, hops, child, left, N, V, CHILDREN: tl.constexpr, JUMP: tl.constexpr):
+    """The next up to ``CHILDREN`` nodes of a sibling list, ``child`` first.
+
+    ``hops`` holds the tables of 1, 2, 4, 8 and 16 hops along siblings if ``JUMP``. Returns nodes and tokens
+    (-1 in unused lanes; a token outside [0, V) becomes -1), the node after them or -1, and how many more
+    may be visited before the list is taken for a cycle.
     """
     lane = tl.arange(0, CHILDREN)
-    nodes = tl.full([CHILDREN], -1, tl.int32)
-    taken = 0
-    while (child >= 0) & (taken < CHILDREN):
-        nodes = tl.where(lane == taken, child, nodes)
-        child = _follow(sibling_ptr, child, N)
-        taken += 1
-        left -= 1
-        child = tl.where(left > 0, child, -1)
+    if JUMP:
+        nodes = tl.full([CHILDREN], -1, tl.int32)
+        nodes = tl.where(lane < left, child, nodes)
+        for bit in tl.static_range(5):
+            nodes = tl.where(((lane >> bit) & 1) == 1, _hop(hops[bit], nodes), nodes)
+        left -= CHILDREN
+        after = tl.max(tl.where(lane == CHILDREN - 1, _hop(hops[0], nodes), -1), 0)
+        child = tl.where(left > 0, after, -1)
+    else:
+        nodes = tl.full([CHILDREN], -1, tl.int32)
+        taken = 0
+        while (child >= 0) & (taken < CHILDREN):
+            nodes = tl.where(lane == taken, child, nodes)
+            child = _follow(sibling_ptr, child, N)
+            taken += 1
+            left -= 1
+            child = tl.where(left > 0, child, -1)
     tokens = tl.load(candidates_ptr + nodes, mask=nodes >= 0, other=-1)
     tokens = tl.where((tokens >= 0) & (tokens < V), tokens, -1).to(tl.int32)
     return nodes, tokens, child, left
 
 
 @triton.jit
-def _mass(x, top, before, after, rate):
-    """``exp((x - top) / T)``; ``before`` and ``after`` are powers of two, at most one of them not 1."""
-    return tl.exp2(((x * before - top * before) * after) * rate)
-
-
-@triton.jit
-def _without(mass, index, end, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHILDREN: tl.constexpr):
+def _without(
+    mass, index, start, end, tokens, rest, left, sibling_ptr, candidates_ptr, hops, N, V,
+    CHILDREN: tl.constexpr, JUMP: tl.constexpr,
+):  # fmt: skip
     """A chunk's masses with the children's zeroed, and whether the chunk holds any of them.
 
     ``tokens``, ``rest`` and ``left`` are the first block of the sibling list, as from :func:`_siblings`.
     """
-    start = tl.min(index, 0)
     found = 0
     more = 1
     while more == 1:
@@ -120,7 +166,9 @@ def _without(mass, index, end, tokens, rest, left, sibling_ptr, candidates_ptr, 
             token = tl.min(tl.where((tokens > token) & (tokens < end), tokens, _BIG), 0)
         more = tl.where(rest >= 0, 1, 0)
         if more == 1:
-            _, tokens, rest, left = _siblings(sibling_ptr, candidates_ptr, rest, left, N, V, CHILDREN)
+            _, tokens, rest, left = _siblings(
+                sibling_ptr, candidates_ptr, hops, rest, left, N, V, CHILDREN, JUMP
+            )
     return mass, found
 
 
@@ -131,25 +179,27 @@ def _word(bits, tag):
 
 
 @triton.jit
+def _stale(words, tag, inside):
+    """1 if any word lacks ``tag``, else 0."""
+    return tl.max(tl.where(inside & (((words ^ tag.to(tl.int64)) & 0xFFFFFFFF) != 0), 1, 0), 0)
+
+
+@triton.jit
 def _wait_for_row(slot_ptr, chunks, tag, CHUNKS: tl.constexpr, SHARED: tl.constexpr):
     """The words of one row, [CHUNKS] int64 each, once every chunk carries ``tag``."""
     lane = tl.arange(0, CHUNKS)
     inside = lane < chunks
-    want = tag.to(tl.int64) & 0xFFFFFFFF
     if not SHARED:
         tl.debug_barrier()  # this program's own stores
-    tops = tl.load(slot_ptr + lane, mask=inside, other=0, volatile=True)
-    sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
     rests = tl.load(slot_ptr + 2 * CHUNKS + lane, mask=inside, other=0, volatile=True)
+    sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
+    tops = tl.load(slot_ptr + lane, mask=inside, other=0, volatile=True)
     if SHARED:
-        stale = ((tops ^ want) | (sums ^ want) | (rests ^ want)) & 0xFFFFFFFF
-        waiting = tl.max(tl.where(inside & (stale != 0), 1, 0), 0)
-        while waiting != 0:
-            tops = tl.load(slot_ptr + lane, mask=inside, other=0, volatile=True)
-            sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
+        while _stale(rests, tag, inside) == 1:
             rests = tl.load(slot_ptr + 2 * CHUNKS + lane, mask=inside, other=0, volatile=True)
-            stale = ((tops ^ want) | (sums ^ want) | (rests ^ want)) & 0xFFFFFFFF
-            waiting = tl.max(tl.where(inside & (stale != 0), 1, 0), 0)
+        while _stale(tops, tag, inside) + _stale(sums, tag, inside) > 0:
+            sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
+            tops = tl.load(slot_ptr + lane, mask=inside, other=0, volatile=True)
     return tops, sums, rests
 
 
@@ -174,14 +224,16 @@ def _verify_tree_kernel(
     stride_b,  # elements
     stride_n,  # elements
     programs,  # per request
-    read_ahead,  # rows taken in the first step, <= N
+    read_ahead,  # rows taken in the first step, in [0, N]; 0: only the root's, like any later row
     SLOTS: tl.constexpr,  # power of two >= N
     CHUNKS: tl.constexpr,  # power of two >= cdiv(V, CHUNK)
     CHUNK: tl.constexpr,  # tokens
     CHILDREN: tl.constexpr,
+    JUMP: tl.constexpr,  # sibling lists by tables in registers: N is small
     MAX_B: tl.constexpr,
     PROBS: tl.constexpr,
     SHARED: tl.constexpr,  # programs > 1
+    PTX: tl.constexpr,  # an NVIDIA device
 ):
     b = tl.program_id(0) // programs
     rank = tl.program_id(0) % programs
@@ -191,6 +243,8 @@ def _verify_tree_kernel(
     slots = tl.arange(0, SLOTS)
     chunk_lane = tl.arange(0, CHUNKS)
     real_chunk = chunk_lane < chunks
+    lane = tl.arange(0, CHILDREN)
+    NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
 
     b64 = b.to(tl.int64)
     candidates_ptr += b64 * N
@@ -203,6 +257,7 @@ def _verify_tree_kernel(
     before = 1.0
     after = 1.0
     rate = 1.0
+    limit = 0.0  # |top / T| in bits up to which a chunk's exponents are one fma
     if not PROBS:
         temperature = tl.load(temperature_ptr + b)
         greedy = temperature == 0.0
@@ -210,12 +265,22 @@ def _verify_tree_kernel(
         after = tl.where(temperature < 5.421010862427522e-20, 7.922816251426434e28, 1.0)  # 2^-64, 2^96
         scaled = temperature.to(tl.float64) * before.to(tl.float64) * after.to(tl.float64)
         rate = (1.4426950408889634 / tl.where(greedy, 1.0, scaled)).to(tl.float32)  # log2(e) / T
+        limit = tl.where(before * after == 1.0, 1024.0, 0.0)
+
+    hop1 = slots
+    hops = (hop1, hop1, hop1, hop1, hop1)
+    if JUMP:
+        hop1 = tl.load(sibling_ptr + slots, mask=slots < N, other=-1)
+        hop1 = tl.where((hop1 >= 0) & (hop1 < N), hop1, -1).to(tl.int32)
+        hop2 = _hop(hop1, hop1)
+        hop4 = _hop(hop2, hop2)
+        hop8 = _hop(hop4, hop4)
+        hops = (hop1, hop2, hop4, hop8, _hop(hop8, hop8))
 
     cap = tl.minimum(depth_cap, N)
     node = 0
     used = 1  # accept slots filled, the root's included
-    step = 0
-    fresh = 1  # the first step is still to come
+    step = -1
     status = 0
     bonus = 0  # greedy: the argmax of the last row
     last_chunk = 0
@@ -225,38 +290,32 @@ def _verify_tree_kernel(
     whole = 0  # the bonus comes from all of p: nothing was tested
     path = tl.where(slots == 0, 0, -1)
     predicts = tl.full([SLOTS], -1, tl.int32)
+    held = -1  # the node whose children these are
+    nodes = tl.full([CHILDREN], -1, tl.int32)
+    tokens = nodes
+    rest = -1
+    left = N
 
     active = 1
     while active == 1:
         # 1. publish the chunks of this step's rows
-        if (fresh == 1) | (node >= read_ahead):
-            share = programs
-            items = read_ahead * chunks
-            if fresh == 0:
-                step += 1
-                share = walkers
-                items = chunks
-            held = -1
-            held_nodes = tl.full([CHILDREN], -1, tl.int32)
-            held_tokens = held_nodes
-            held_rest = -1
-            held_left = N
-            for item in range(rank, items, share):
+        if (step < 0) | (node >= read_ahead):
+            step += 1
+            ahead = (step == 0) & (read_ahead > 0)
+            place = requests * (read_ahead + (step & 1)) + b
+            tag = epoch + step
+            for item in range(rank, tl.where(ahead, read_ahead * chunks, chunks), tl.where(ahead, programs, walkers)):
                 slot = item // chunks
                 chunk = item - slot * chunks
-                row_node = tl.where(fresh == 1, slot, node)
+                row_node = tl.where(ahead, slot, node)
                 index = chunk * CHUNK + tl.arange(0, CHUNK)
                 row_ptr = rows_ptr + row_node.to(tl.int64) * stride_n
-                x = tl.load(row_ptr + index, mask=index < V, other=0.0 if PROBS else float("-inf"))
-                x = x.to(tl.float32)
+                x = tl.load(row_ptr + index, mask=index < V, other=NO_MASS).to(tl.float32)
                 if row_node != held:
                     held = row_node
-                    first = _follow(child_ptr, row_node, N)
-                    held_nodes, held_tokens, held_rest, held_left = _siblings(
-                        sibling_ptr, candidates_ptr, first, N, N, V, CHILDREN
+                    nodes, tokens, rest, left = _siblings(
+                        sibling_ptr, candidates_ptr, hops, _follow(child_ptr, row_node, N), N, N, V, CHILDREN, JUMP
                     )
-                end = chunk * CHUNK + CHUNK
-                rest_sum = 0.0
                 if PROBS:
                     bad = tl.max(tl.where(x >= 0.0, tl.where(x == float("inf"), 1, 0), 2), 0)
                     total = tl.sum(x, 0)
@@ -266,13 +325,12 @@ def _verify_tree_kernel(
                     top = tl.max(x, 0) + 0.0  # -0.0 and 0.0 are a tie: one key
                     key = _ordered(top)
                     bad = 0
+                    mass = x
                     if greedy:
                         bad = tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)
-                        arg = tl.min(tl.where(x == top, index, _BIG), 0)
-                        total = arg.to(tl.float32, bitcast=True)
-                        mass = x
+                        total = tl.min(tl.where(x == top, index, _BIG), 0).to(tl.float32, bitcast=True)
                     else:
-                        mass = _mass(x, tl.where(top == float("-inf"), 0.0, top), before, after, rate)
+                        mass = _chunk_mass(x, top, before, after, rate, limit, PTX)
                         total = tl.sum(mass, 0)
                         if (total != total) | (top == float("inf")):
                             bad = tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)
@@ -280,28 +338,27 @@ def _verify_tree_kernel(
                 rest_sum = total
                 if not greedy:
                     mass, found = _without(
-                        mass, index, end, held_tokens, held_rest, held_left,
-                        sibling_ptr, candidates_ptr, N, V, CHILDREN,
+                        mass, index, chunk * CHUNK, chunk * CHUNK + CHUNK, tokens, rest, left,
+                        sibling_ptr, candidates_ptr, hops, N, V, CHILDREN, JUMP,
                     )  # fmt: skip
                     if found == 1:
                         rest_sum = tl.sum(mass, 0)
-                place = tl.where(fresh == 1, b * read_ahead + slot, requests * (read_ahead + (step & 1)) + b)
-                out = words_ptr + place * (3 * CHUNKS) + chunk
-                tag = epoch + step
+                out = words_ptr + tl.where(ahead, b * read_ahead + slot, place) * (3 * CHUNKS) + chunk
                 tl.store(out, _word(key, tag))
                 tl.store(out + CHUNKS, _word(total.to(tl.int32, bitcast=True), tag))
                 tl.store(out + 2 * CHUNKS, _word(rest_sum.to(tl.int32, bitcast=True), tag))
-            fresh = 0
 
         # 2. one step of the walk, from the published triples
         if rank >= walkers:
             active = 0
         else:
-            first = _follow(child_ptr, node, N)
-            first = tl.where(used < cap, first, -1)
-            nodes, tokens, rest, left = _siblings(sibling_ptr, candidates_ptr, first, N, N, V, CHILDREN)
+            if node != held:
+                held = node
+                nodes, tokens, rest, left = _siblings(
+                    sibling_ptr, candidates_ptr, hops, _follow(child_ptr, node, N), N, N, V, CHILDREN, JUMP
+                )
             row_ptr = rows_ptr + node.to(tl.int64) * stride_n
-            child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=0.0 if PROBS else float("-inf"))
+            child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
             coin = tl.load(coins_ptr + b64 * N + node)
             ahead = node < read_ahead
             place = tl.where(ahead, b * read_ahead + node, requests * (read_ahead + (step & 1)) + b)
@@ -310,104 +367,115 @@ def _verify_tree_kernel(
             )
             keys = tl.where(real_chunk, (tops >> 32).to(tl.int32), -0x80000000)
             top_key = tl.max(keys, 0)
-            if top_key >= _INF_KEY:
-                status = tl.where(top_key == _NAN_KEY, 1, 2)
-                active = 0
-            elif top_key == _EMPTY_KEY:
-                status = 3
+            if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
+                status = tl.where(top_key == _NAN_KEY, 1, tl.where(top_key == _INF_KEY, 2, 3))
                 active = 0
             else:
                 top = _unordered(top_key)
                 payload = (sums >> 32).to(tl.int32)
                 weight = tl.full([CHUNKS], 1.0, tl.float32)
-                if greedy:
-                    bonus = tl.min(tl.where(keys == top_key, payload, _BIG), 0)
+                row_sum = 1.0
                 if not PROBS:
-                    weight = _mass(_unordered(keys), top, before, after, rate)
+                    if greedy:
+                        bonus = tl.min(tl.where(keys == top_key, payload, _BIG), 0)
+                    else:
+                        weight = _chunk_weight(_unordered(keys), top, before, after, rate, limit, PTX)
                 all_sums = tl.where(real_chunk, payload.to(tl.float32, bitcast=True) * weight, 0.0)
-                rest_sums = (rests >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-                rest_sums = tl.where(real_chunk, rest_sums * weight, 0.0)
-                row_sum = tl.sum(all_sums, 0)
+                if not PROBS:
+                    if not greedy:
+                        row_sum = tl.sum(all_sums, 0)
 
                 # 2a. the children, in order
                 acc = 0.0
-                hit = tl.full([], _NEVER, tl.int64)
-                last = tl.full([], -1, tl.int64)  # the last child of positive mass
-                testing = tl.where(first >= 0, 1, 0)
-                lane = tl.arange(0, CHILDREN)
+                hit = _NEVER
+                last = -1  # the last child of positive mass
+                testing = tl.where(used < cap, 1, 0)
                 while testing == 1:
                     if PROBS:
-                        p = tl.where(tokens >= 0, child_x.to(tl.float32), 0.0)
+                        p = child_x.to(tl.float32)
                     else:
-                        p = _mass(child_x.to(tl.float32), top, before, after, rate)
-                        p = tl.div_rn(p, tl.where(greedy, 1.0, row_sum))
+                        p = _slow_mass(child_x.to(tl.float32), top, before, after, rate, PTX)
+                        p = tl.div_rn(p, row_sum + tl.zeros_like(p))
                         p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
                     prefix = acc + tl.cumsum(p, 0)
-                    acc = tl.sum(tl.where(lane == CHILDREN - 1, prefix, 0.0), 0)
-                    packed = (lane.to(tl.int64) << 28) | (nodes.to(tl.int64) << 18) | tokens.to(tl.int64)
+                    packed = (lane << 10) | nodes
                     hit = tl.min(tl.where((p > 0.0) & (coin < prefix), packed, _NEVER), 0)
-                    block_last = tl.max(tl.where(p > 0.0, packed, -1), 0)
-                    last = tl.where(block_last >= 0, block_last, last)
-                    testing = tl.where((hit == _NEVER) & (rest >= 0), 1, 0)
-                    if testing == 1:
-                        nodes, tokens, rest, left = _siblings(
-                            sibling_ptr, candidates_ptr, rest, left, N, V, CHILDREN
-                        )
-                        child_x = tl.load(
-                            row_ptr + tokens, mask=tokens >= 0, other=0.0 if PROBS else float("-inf")
-                        )
+                    testing = 0
+                    if hit == _NEVER:
+                        block_last = tl.max(tl.where(p > 0.0, packed, -1), 0)
+                        last = tl.where(block_last >= 0, block_last & 0x3FF, last)
+                        if rest >= 0:
+                            testing = 1
+                            held = -1  # these are no longer the node's first children
+                            acc = tl.sum(tl.where(lane == CHILDREN - 1, prefix, 0.0), 0)
+                            nodes, tokens, rest, left = _siblings(
+                                sibling_ptr, candidates_ptr, hops, rest, left, N, V, CHILDREN, JUMP
+                            )
+                            child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
 
                 # 2b. accept, or end the walk
-                residual = tl.where(used < cap, rest_sums, all_sums)
-                whole = tl.where(used < cap, 0, 1)
-                residual_sum = tl.sum(residual, 0)
-                if greedy:
-                    residual_sum = tl.where(last >= 0, 0.0, 1.0)
-                if (hit == _NEVER) & (residual_sum > 0.0):
-                    active = 0
-                    if not greedy:
+                chosen = hit & 0x3FF
+                if hit == _NEVER:
+                    rest_sums = (rests >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
+                    residual = tl.where(real_chunk, tl.where(used < cap, rest_sums, all_sums), 0.0)
+                    residual_sum = tl.sum(residual, 0)
+                    if greedy:
+                        residual_sum = tl.where(last >= 0, 0.0, 1.0)
+                    chosen = tl.where(residual_sum > 0.0, -1, last)
+                    if chosen < 0:
+                        active = 0
+                        whole = tl.where(used < cap, 0, 1)
+                        if residual_sum <= 0.0:
+                            status = 3  # only a row rewritten during the launch gets here
                         goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
                         cumulative = tl.cumsum(residual, 0)
                         over = (cumulative.to(tl.float64) > goal) & (residual > 0.0)
                         last_chunk = tl.min(tl.where(over, chunk_lane, CHUNKS), 0)
                         if last_chunk == CHUNKS:
                             last_chunk = tl.max(tl.where(residual > 0.0, chunk_lane, 0), 0)
-                        before_it = tl.where(chunk_lane == last_chunk - 1, cumulative, 0.0)
-                        last_base = tl.sum(before_it, 0).to(tl.float64)
+                        up_to = tl.where(chunk_lane == last_chunk - 1, cumulative, 0.0)
+                        last_base = tl.sum(up_to, 0).to(tl.float64)
                         last_top = top
-                elif (hit == _NEVER) & (last < 0):
-                    status = 3  # only a row rewritten during the launch gets here
-                    active = 0
-                else:
-                    hit = tl.where(hit == _NEVER, last, hit)
-                    token = (hit & 0x3FFFF).to(tl.int32)
+                if chosen >= 0:
+                    token = tl.load(candidates_ptr + chosen).to(tl.int32)
                     predicts = tl.where(slots == node, token, predicts)
-                    node = ((hit >> 18) & 0x3FF).to(tl.int32)
+                    node = chosen
                     path = tl.where(slots == used, node, path)
                     used += 1
 
-    # 3. the bonus token and the outputs, by one program
+    # 3. the last program to leave opens the next epoch
+    if SHARED:
+        if rank == 0:
+            tl.store(epochs_ptr + MAX_B + b, epoch + step + 1)
+        gone = tl.atomic_add(epochs_ptr + 2 * MAX_B + b, 1, sem="acq_rel", scope="gpu")
+        if gone == programs - 1:
+            tl.store(epochs_ptr + b, tl.load(epochs_ptr + MAX_B + b, volatile=True))
+            tl.store(epochs_ptr + 2 * MAX_B + b, 0)
+
+    # 4. the bonus token and the outputs, by the program that read the bonus token's chunk
     drawing = (status == 0) & (greedy == 0)
-    writer = (rank < walkers) & (rank == tl.where(drawing, last_chunk % walkers, 0))
-    if writer:
+    writer = tl.where(drawing, last_chunk % walkers, 0)
+    if rank == writer:
         if drawing:
-            index = last_chunk * CHUNK + tl.arange(0, CHUNK)
+            start = last_chunk * CHUNK
+            index = start + tl.arange(0, CHUNK)
             row_ptr = rows_ptr + node.to(tl.int64) * stride_n
-            x = tl.load(row_ptr + index, mask=index < V, other=0.0 if PROBS else float("-inf")).to(tl.float32)
+            x = tl.load(row_ptr + index, mask=index < V, other=NO_MASS).to(tl.float32)
             weight = 1.0
             if PROBS:
                 mass = x
             else:
                 top = tl.max(x, 0) + 0.0
-                mass = _mass(x, tl.where(top == float("-inf"), 0.0, top), before, after, rate)
-                weight = _mass(top, last_top, before, after, rate)
+                mass = _chunk_mass(x, top, before, after, rate, limit, PTX)
+                weight = _chunk_weight(top, last_top, before, after, rate, limit, PTX)
             if whole == 0:
-                first = _follow(child_ptr, node, N)
-                nodes, tokens, rest, left = _siblings(sibling_ptr, candidates_ptr, first, N, N, V, CHILDREN)
-                end = last_chunk * CHUNK + CHUNK
-                mass, _ = _without(
-                    mass, index, end, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHILDREN
+                nodes, tokens, rest, left = _siblings(
+                    sibling_ptr, candidates_ptr, hops, _follow(child_ptr, node, N), N, N, V, CHILDREN, JUMP
                 )
+                mass, _ = _without(
+                    mass, index, start, start + CHUNK, tokens, rest, left,
+                    sibling_ptr, candidates_ptr, hops, N, V, CHILDREN, JUMP,
+                )  # fmt: skip
             cumulative = last_base + tl.cumsum(mass, 0).to(tl.float64) * weight
             bonus = tl.min(tl.where((mass > 0.0) & (cumulative > goal), index, _BIG), 0)
             if bonus == _BIG:
@@ -428,15 +496,6 @@ def _verify_tree_kernel(
         tl.store(accept_num_ptr + b, used - 1)
         tl.store(status_ptr + b, status)
 
-    # 4. the last to leave opens the next epoch
-    if SHARED:
-        if rank == 0:
-            tl.store(epochs_ptr + MAX_B + b, epoch + step + 1)
-        gone = tl.atomic_add(epochs_ptr + 2 * MAX_B + b, 1, sem="acq_rel", scope="gpu")
-        if gone == programs - 1:
-            tl.store(epochs_ptr + b, tl.load(epochs_ptr + MAX_B + b, volatile=True))
-            tl.store(epochs_ptr + 2 * MAX_B + b, 0)
-
 
 INTERPRETED = not isinstance(_verify_tree_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 at import time
 
@@ -448,44 +507,47 @@ class LaunchPlan:
     Args:
         programs: programs per request, >= 1.
 
-        read_ahead: rows (nodes ``0 .. read_ahead - 1``) whose chunks are taken in the first step, >= 1.
+        read_ahead: rows (nodes ``0 .. read_ahead - 1``) whose chunks are taken in the first step, in
+            ``[0, N]``; 0 takes the root's row alone, as any later one.
     """
 
     programs: int
-    read_ahead: int
+    read_ahead: int = 0
 
 
 def _chunk_size(V: int) -> int:
-    """Tokens per chunk: at most 64 chunks a row, and enough of them to spread a row over a GPU."""
+    """Tokens per chunk: at most 128 chunks a row, and enough of them to spread a row over a GPU."""
     if V > 131072:
-        return 4096
-    return 2048 if V > 65536 else 1024
+        return 2048
+    return 1024 if V > 32768 else 512
 
 
 def launch_plan(B: int, N: int, V: int, multiprocessors: int) -> LaunchPlan:
-    """Cut B requests of N rows of V tokens over a device; one program a request if it has none to spare.
+    """Cut B requests of N rows of V tokens over a device.
 
-    ``B * programs`` never exceeds 8 programs a multiprocessor, which the kernel's register limit lets be
-    co-resident.
+    ``B * programs`` never exceeds 16 programs a multiprocessor, which the kernel's register limit lets be
+    co-resident. With programs to spare, each takes one chunk and later nodes' rows are read ahead.
     """
     chunks = triton.cdiv(V, _chunk_size(V))
-    share = max(1, 8 * multiprocessors // B)
-    if share == 1:
-        return LaunchPlan(programs=1, read_ahead=1)
-    read_ahead = min(N, 16 if B <= 2 else 8 if B <= 6 else 2 if B <= 24 else 1)
-    return LaunchPlan(programs=min(share, read_ahead * chunks, 256), read_ahead=read_ahead)
+    share = max(1, _PROGRAMS_PER_SM * multiprocessors // B)
+    if share < 2 * chunks:
+        each = triton.cdiv(chunks, share)
+        return LaunchPlan(programs=triton.cdiv(chunks, each))
+    read_ahead = min(N, share // chunks, 16)
+    return LaunchPlan(programs=read_ahead * chunks, read_ahead=read_ahead)
 
 
 class Workspace:
-    """Scratch for one stream of launches on one device; 4.7 MB, whatever N and V.
+    """Scratch for one stream of launches on one device; 6.7 MB, whatever N and V.
 
     Holds the published chunk triples and the epochs. Launches that use it must not overlap in time.
     """
 
-    rows = MAX_BATCH * _ROWS_PER_REQUEST
+    # Two rows of 128 chunks per request, and read-ahead: one chunk a program, padded to a power of two.
+    words_needed = _FIELDS * (2 * MAX_BATCH * 128 + 16384)
 
     def __init__(self, device: torch.device | str) -> None:
-        self.words = torch.full((self.rows, _FIELDS, 64), -1, dtype=torch.int64, device=device)
+        self.words = torch.full((self.words_needed,), -1, dtype=torch.int64, device=device)
         self.epochs = torch.zeros((3, MAX_BATCH), dtype=torch.int32, device=device)
 
 
@@ -560,9 +622,11 @@ def verify_tree(
         CHUNKS=triton.next_power_of_2(triton.cdiv(V, chunk)),
         CHUNK=chunk,
         CHILDREN=_CHILDREN,
+        JUMP=N <= _JUMP_LIMIT,
         MAX_B=MAX_BATCH,
         PROBS=temperature is None,
         SHARED=plan.programs > 1,
+        PTX=not INTERPRETED and torch.version.hip is None,
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
         enable_fp_fusion=True,  # Triton's default until 3.10, and what the figures were measured with
