@@ -251,11 +251,12 @@ def poisoned_buffers(backend: Backend, device: torch.device, rng: np.random.Gene
     for _ in range(max(4, sizes.replays // 15)):
         wide = random_batch(rng, 24, slots, vocab, device)
         want = _verify(fresh(backend), wide, 6)
-        rubbish = replace(wide, logits=wide.logits.clone())
+        coins = Coins(wide.coins.accept.clone(), wide.coins.final)
+        rubbish = replace(wide, logits=wide.logits.clone(), coins=coins)
         size = (wide.batch.retrieve_next_token >= 0).sum(1) + (wide.batch.retrieve_next_sibling >= 0).sum(1) + 1
         padding = torch.arange(slots, device=device) >= size[:, None]
         rubbish.logits[padding] = torch.nan
-        rubbish.coins.accept[padding] = torch.nan
+        coins.accept[padding] = 0.125
         # Another call leaves its own results and scratch behind; then the allocator's memory is poisoned.
         _verify(backend, random_batch(rng, 24, slots, vocab, device), 6)
         _poison_memory(device)

@@ -77,18 +77,18 @@ class GpuLaw:
         try:
             return self.check(backend, device, np.random.default_rng(seed), sizes)
         except Violation as violation:
-            name = "the device converter" if backend is None else backend.name
+            name = None if backend is None else backend.name
             lines = [
                 f"law broken: {self.name}",
                 f"  meaning:  {self.meaning}",
-                f"  backend:  {name} on {device}",
+                f"  backend:  {name or 'none, the device converter'}, on {device}",
                 f"  case:     seed {seed}, request {violation.request}, {sizes}",
                 f"  got:      {violation.got}",
                 f"  want:     {violation.want}",
             ]
             if violation.why:
                 lines.append(f"  because:  {violation.why}")
-            raise LawBroken("\n".join(lines)) from None
+            raise LawBroken("\n".join(lines), law=self.name, backend=name) from None
 
 
 GPU_LAWS: tuple[GpuLaw, ...] = (
