@@ -112,7 +112,7 @@ def judge_all(
             wrong = judge(subject.tree, rows, accept, final, cap, observed)
             if wrong:
                 coin_vector = (tuple(float(coin) for coin in accept), float(final))
-                raise Violation(request, str(observed), *wrong, coins=coin_vector)
+                raise Violation(request, observed, *wrong, coins=coin_vector)
     return len(coins)
 
 
@@ -148,7 +148,7 @@ def measure(
     for vector, observed in zip(vectors, outcomes, strict=True):
         if observed.broken:
             coins = (tuple(vector[0]), vector[1])
-            raise Violation(0, str(observed), "one root path and its bonus token", coins=coins)
+            raise Violation(0, observed, "one root path and its bonus token", coins=coins)
     return list(zip(volumes, outcomes, strict=True))
 
 

@@ -293,7 +293,8 @@ def _convert(options: argparse.Namespace) -> int:
         return 0
     for request, tree in enumerate(trees):
         _say(
-            f"request {request}: {len(tree)} nodes, depth {tree.depth}, prefix {int(batch.prefix_lens[request])}"
+            f"request {request}: {len(tree)} nodes, depth {tree.depth},"
+            f" prefix {int(batch.prefix_lens[request])}"
         )
         _say(tree.draw())
         _say()

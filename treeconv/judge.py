@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Observed", "Violation", "explain", "is_ambiguous", "judge", "observe", "target_rows"]
 
 _MAX_LISTED = 8  # masses listed per node in a picture
+_MAX_LINES = 16  # of a picture
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Violation(Exception):
     Args:
         request: index in the case.
 
-        got: what the verifier did.
+        got: what the verifier did; where it is an :class:`Observed`, the picture shows its path.
 
         want: what the oracle does.
 
@@ -58,7 +59,7 @@ class Violation(Exception):
     """
 
     request: int
-    got: str
+    got: Observed | str
     want: str
     why: str = ""
     coins: tuple[tuple[float, ...], float] | None = field(default=None)
@@ -220,6 +221,27 @@ def _masses(rows: TargetRows, node: int, vocab: int) -> str:
     return "p = {" + ", ".join(f"{token}: {mass:.6g}" for token, mass in masses) + "}"
 
 
+def _worth_drawing(
+    tree: DraftTree,
+    rows: TargetRows,
+    accept: Sequence[float],
+    final: float,
+    depth_cap: int,
+    got: Observed | str,
+) -> set[int]:
+    """All nodes of a small tree; of a large one the two paths and the siblings tested beside them."""
+    if len(tree) < _MAX_LINES:
+        return set(range(len(tree)))
+    keep = set(oracle.canonical_walk(tree, rows, accept, final, depth_cap).path) | {0}
+    if isinstance(got, Observed):
+        keep |= set(got.path)
+    for node in sorted(keep - {0}):
+        siblings = tree.children[tree.parents[node]]
+        place = siblings.index(node)
+        keep |= set(siblings[max(0, place - 1) : place + 2])
+    return keep
+
+
 def explain(
     law: str,
     meaning: str,
@@ -231,13 +253,15 @@ def explain(
     request: Any = case.requests[violation.request]
     accept, final = violation.coins or (tuple(request.accept.tolist()), request.final)
     rows = target_rows(request, case.kind)
-    notes = {}
-    for node in range(len(request.tree)):
-        coin = f"  coin {accept[node]!r}" if request.tree.children[node] else ""
-        notes[node] = _masses(rows, node, case.vocab_size) + coin
-    picture = request.tree.draw(notes).splitlines()
-    if len(picture) > 16:
-        picture = [*picture[:15], f"... ({len(request.tree)} nodes in all)"]
+    keep = _worth_drawing(request.tree, rows, accept, final, case.effective_depth_cap, violation.got)
+    notes = {
+        node: _masses(rows, node, case.vocab_size)
+        + (f"  coin {accept[node]!r}" if request.tree.children[node] else "")
+        for node in keep
+    }
+    picture = request.tree.draw(notes, keep).splitlines()
+    if len(picture) > _MAX_LINES:
+        picture = [*picture[: _MAX_LINES - 1], f"... ({len(request.tree)} nodes in all)"]
     temperature = "" if case.kind == "probs" else f", temperature {request.temperature!r}"
     summary = (
         f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"

@@ -151,7 +151,7 @@ def _replay_expected(
     try:
         output = submit(tensors, case.kind, backend)
     except Violation as violation:
-        raise broken(violation.request, violation.got, violation.want) from None
+        raise broken(violation.request, str(violation.got), violation.want) from None
     slots = tensors.batch.num_draft_tokens
     got: dict[str, list[Any]] = {
         "tokens": output.tokens,

@@ -153,7 +153,12 @@ def temperatures(*, min_temperature: float = 0.0, max_temperature: float = 1e30)
 
 @st.composite
 def target_logits(
-    draw: DrawFn, num_nodes: int, vocab_size: int, *, dtype: str = "float32", allow_neg_inf: bool = True
+    draw: DrawFn,
+    num_nodes: int = 3,
+    vocab_size: int = 8,
+    *,
+    dtype: str = "float32",
+    allow_neg_inf: bool = True,
 ) -> NDArray[np.float32]:
     """``[num_nodes, vocab_size]`` rows of logits, float32 holding exact values of ``dtype``.
 
@@ -204,15 +209,15 @@ def dyadic_rows(draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int 
 
 
 @st.composite
-def coins(draw: DrawFn, *, near: Sequence[float] = ()) -> float:
+def coins(draw: DrawFn, *, near: float | Sequence[float] = ()) -> float:
     """A coin: a float32 in [0, 1), now and then exactly 1.
 
-    * ``near``: boundaries; their float32 value and both float neighbours are drawn often.
+    * ``near``: a boundary or several; their float32 value and both float neighbours are drawn often.
 
     Shrinks towards 0.5, then 0.
     """
     edges = {0.5, 0.0, _LAST_COIN, 1.0}
-    for boundary in near:
+    for boundary in np.atleast_1d(np.asarray(near, np.float64)).tolist():
         at = np.float32(boundary)
         edges |= {float(at), float(np.nextafter(at, np.float32(-1))), float(np.nextafter(at, np.float32(2)))}
     usable = [0.5, *sorted(edge for edge in edges - {0.5} if 0 <= edge <= 1)]
