@@ -48,7 +48,7 @@ def best_first_tree(rng, N, V):
     return parents, tokens, ranks
 
 
-def make_batch(seed, B, N, V, rate=0.7):
+def make_batch(seed, B, N, V, rate=0.8):
     """One batch on the device, with peaked logits."""
     rng = random.Random(seed)
     child, sibling = torch.full((B, N), -1), torch.full((B, N), -1)
@@ -117,12 +117,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--sweep", default="", help='plans to try, as "B:P,W;P,W B:P,W"')
     parser.add_argument("--json", default="")
-    parser.add_argument("--tune", default="", help="CHUNK,warps,registers,programs per multiprocessor")
+    parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,warps,registers,programs per multiprocessor")
     options = parser.parse_args()
-    if options.tune:
-        chunk, kernel._WARPS, kernel._REGISTERS, kernel._PROGRAMS_PER_SM = map(int, options.tune.split(","))
-        kernel._chunk_size = lambda _: chunk
-        kernel.Workspace.words_needed *= 4
+    kernel.Workspace.words_needed *= 4 if options.tune else 1
     backend = TritonBackend()
     sweep = {}
     for part in options.sweep.split():
@@ -137,22 +134,25 @@ def main() -> None:
     print(f"one tiny kernel in a graph: {results[0]['null_kernel_us']:.2f} us")
     for B in options.batch:
         sets = [make_batch(seed, B, options.nodes, options.vocab) for seed in range(max(3, min(16, 64 // B)))]
-        for plan in [None, *sweep.get(B, [])]:
+        for tune, plan in itertools.product(options.tune or [""], [None, *sweep.get(B, [])]):
+            if tune:
+                chunk, kernel._WARPS, kernel._REGISTERS, kernel._PROGRAMS_PER_SM = map(int, tune.split(","))
+                kernel._chunk_size = lambda _, chunk=chunk: chunk
             captured = [capture(backend, inputs, plan) for inputs in sets]
             us = time_graphs([graph for graph, _ in captured])
             visited = statistics.mean((out.accept_token_num.float().mean() + 1).item() for _, out in captured)
             longest = max(int(out.accept_token_num.max()) + 1 for _, out in captured)
             bound = visited * B * options.vocab * 2 / COPY_RATE * 1e6
-            results.append({"B": B, "plan": str(plan), "us": us, "visited": visited, "bound_us": bound})
+            shown = plan or backend._plan(B, options.nodes, options.vocab, torch.device("cuda", 0))
+            results.append({"B": B, "plan": str(shown), "us": us, "visited": visited, "bound_us": bound, "tune": tune})
             print(
-                f"B={B:4d} {plan or 'default'!s:40s} {us:8.2f} us  visited {visited:.2f} (max {longest})"
-                f"  bound {bound:6.2f}  limit {12 + 2 * bound:6.2f}  issue's {TARGET.get(B)}",
+                f"B={B:4d} P={shown.programs:4d} W={shown.read_ahead:3d} {tune:16s} {us:8.2f} us  visited {visited:.2f}"
+                f" (max {longest})  bound {bound:6.2f}  limit {12 + 2 * bound:6.2f}  issue's {TARGET.get(B)}",
                 flush=True,
             )
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)
-    print("tune", options.tune)
 
 
 if __name__ == "__main__":

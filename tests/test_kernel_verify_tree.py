@@ -580,12 +580,12 @@ def test_plans_fit_the_device(N, V):
     for sms in (16, 132, 148):
         for B in (1, 2, 3, 4, 7, 16, 64, 128, 500, 1024):
             plan = kernel.launch_plan(B, N, V, sms)
-            assert plan.programs == 1 or B * plan.programs <= 16 * sms
+            warps = kernel._warps(kernel._chunk_size(V))
+            assert plan.programs == 1 or B * plan.programs * warps <= 32 * sms
             assert 0 <= plan.read_ahead <= N
-            lanes = 1 << (-(-V // kernel._chunk_size(V)) - 1).bit_length()
-            assert 3 * lanes * B * (plan.read_ahead + 2) <= kernel.Workspace.words_needed
+            assert 3 * 32 * B * (plan.read_ahead + 2) <= kernel.Workspace.words_needed
             assert kernel.launch_plan(B, N, V, sms) == plan
-    assert V <= 128 * kernel._chunk_size(V)
+    assert V <= kernel._CHUNKS * kernel._chunk_size(V)
 
 
 # ----------------------------------------------------------------------------------------- on a GPU only
@@ -626,7 +626,7 @@ def test_any_number_of_programs_gives_the_same_bits(backend, V):
     batch, rows, T, coins = big_batch(V, B, N, V)
     probs = torch.softmax(rows.float(), -1)
     chunks = -(-V // kernel._chunk_size(V))
-    lanes = 1 << (chunks - 1).bit_length()
+    lanes = kernel._CHUNKS
     for temperature, given in ((T, rows), (None, probs)):
         seen = None
         for P, W in ((1, 1), (1, 4), (2, 1), (3, 2), (7, 20), (16, 1), (40, 5), (64, 8), (170, 20), (None, None)):

@@ -43,11 +43,12 @@ MAX_BATCH = 1024
 MAX_NODES = 1024
 MAX_VOCAB = 262144  # token ids fit 18 bits of a packed key, and a row 64 chunks
 
-_WARPS = 1  # reductions stay within a warp, and what every program repeats costs one warp
-_REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 programs
-_PROGRAMS_PER_SM = 16
+_CHUNKS = 32  # at most, per row: what every program repeats for a row is one warp's lanes wide
+_TOKENS_PER_THREAD = 16
+_REGISTERS = 64  # per thread, so that the 64 Ki registers of a multiprocessor hold 32 warps
+_WARPS_PER_SM = 32
 _CHILDREN = 32  # children tested at once: one warp's lanes
-_JUMP_LIMIT = 128  # N up to which sibling lists are followed through tables in registers
+_JUMP_LIMIT = 64  # N up to which sibling lists are followed through tables in registers
 _FIELDS = 3  # words of a published triple: maximum, sum, sum without the children
 
 _NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above every float in the order of _ordered
@@ -111,16 +112,18 @@ def _follow(pointer, node, N):
 
 
 @triton.jit
-def _hop(table, nodes):
-    """``table[nodes]``, -1 staying -1."""
-    return tl.where(nodes >= 0, tl.gather(table, tl.maximum(nodes, 0), 0), -1)
+def _hop(low, high, nodes):
+    """A table of 64 entries, as two halves of a warp's 32 lanes, at ``nodes``; -1 stays -1."""
+    near = tl.gather(low, nodes & 31, 0)
+    far = tl.gather(high, nodes & 31, 0)
+    return tl.where(nodes >= 0, tl.where(nodes >= 32, far, near), -1)
 
 
 @triton.jit
 def _siblings(sibling_ptr, candidates_ptr, hops, child, left, N, V, CHILDREN: tl.constexpr, JUMP: tl.constexpr):
     """The next up to ``CHILDREN`` nodes of a sibling list, ``child`` first.
 
-    ``hops`` holds the tables of 1, 2, 4, 8 and 16 hops along siblings if ``JUMP``. Returns nodes and tokens
+    ``hops`` holds the tables of 1, 2, 4, 8 and 16 hops along siblings, in halves, if ``JUMP``. Returns nodes and tokens
     (-1 in unused lanes; a token outside [0, V) becomes -1), the node after them or -1, and how many more
     may be visited before the list is taken for a cycle.
     """
@@ -129,9 +132,9 @@ def _siblings(sibling_ptr, candidates_ptr, hops, child, left, N, V, CHILDREN: tl
         nodes = tl.full([CHILDREN], -1, tl.int32)
         nodes = tl.where(lane < left, child, nodes)
         for bit in tl.static_range(5):
-            nodes = tl.where(((lane >> bit) & 1) == 1, _hop(hops[bit], nodes), nodes)
+            nodes = tl.where(((lane >> bit) & 1) == 1, _hop(hops[2 * bit], hops[2 * bit + 1], nodes), nodes)
         left -= CHILDREN
-        after = tl.max(tl.where(lane == CHILDREN - 1, _hop(hops[0], nodes), -1), 0)
+        after = tl.max(tl.where(lane == CHILDREN - 1, _hop(hops[0], hops[1], nodes), -1), 0)
         child = tl.where(left > 0, after, -1)
     else:
         nodes = tl.full([CHILDREN], -1, tl.int32)
@@ -173,33 +176,35 @@ def _without(
 
 
 @triton.jit
+def _unusable(row_ptr, index, V):
+    """2 if a chunk of logits holds NaN, else 1 if +inf, else 0; reads it again to keep registers free."""
+    x = tl.load(row_ptr + index, mask=index < V, other=0.0).to(tl.float32)
+    return tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)
+
+
+@triton.jit
 def _word(bits, tag):
     """One published word: 32 bits of payload over 32 bits of tag."""
     return (bits.to(tl.int64) << 32) | (tag.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
-def _stale(words, tag, inside):
-    """1 if any word lacks ``tag``, else 0."""
-    return tl.max(tl.where(inside & (((words ^ tag.to(tl.int64)) & 0xFFFFFFFF) != 0), 1, 0), 0)
-
-
-@triton.jit
-def _wait_for_row(slot_ptr, chunks, tag, CHUNKS: tl.constexpr, SHARED: tl.constexpr):
+def _wait_for_row(slot_ptr, chunks: tl.constexpr, tag, CHUNKS: tl.constexpr, SHARED: tl.constexpr):
     """The words of one row, [CHUNKS] int64 each, once every chunk carries ``tag``."""
     lane = tl.arange(0, CHUNKS)
     inside = lane < chunks
     if not SHARED:
         tl.debug_barrier()  # this program's own stores
-    rests = tl.load(slot_ptr + 2 * CHUNKS + lane, mask=inside, other=0, volatile=True)
-    sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
     tops = tl.load(slot_ptr + lane, mask=inside, other=0, volatile=True)
+    sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
+    rests = tl.load(slot_ptr + 2 * CHUNKS + lane, mask=inside, other=0, volatile=True)
     if SHARED:
-        while _stale(rests, tag, inside) == 1:
-            rests = tl.load(slot_ptr + 2 * CHUNKS + lane, mask=inside, other=0, volatile=True)
-        while _stale(tops, tag, inside) + _stale(sums, tag, inside) > 0:
-            sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
+        stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
+        while tl.max(tl.where(inside & (stale != 0), 1, 0), 0) == 1:
             tops = tl.load(slot_ptr + lane, mask=inside, other=0, volatile=True)
+            sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
+            rests = tl.load(slot_ptr + 2 * CHUNKS + lane, mask=inside, other=0, volatile=True)
+            stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
     return tops, sums, rests
 
 
@@ -223,22 +228,22 @@ def _verify_tree_kernel(
     depth_cap,  # accept slots per request
     stride_b,  # elements
     stride_n,  # elements
-    programs,  # per request
     read_ahead,  # rows taken in the first step, in [0, N]; 0: only the root's, like any later row
     SLOTS: tl.constexpr,  # power of two >= N
-    CHUNKS: tl.constexpr,  # power of two >= cdiv(V, CHUNK)
+    CHUNKS: tl.constexpr,  # power of two >= chunks
+    chunks: tl.constexpr,  # cdiv(V, CHUNK)
     CHUNK: tl.constexpr,  # tokens
     CHILDREN: tl.constexpr,
     JUMP: tl.constexpr,  # sibling lists by tables in registers: N is small
     MAX_B: tl.constexpr,
     PROBS: tl.constexpr,
-    SHARED: tl.constexpr,  # programs > 1
+    SHARED: tl.constexpr,  # more than one program per request: the grid is (programs, B)
     PTX: tl.constexpr,  # an NVIDIA device
 ):
-    b = tl.program_id(0) // programs
-    rank = tl.program_id(0) % programs
-    requests = tl.num_programs(0) // programs
-    chunks = tl.cdiv(V, CHUNK)
+    rank = tl.program_id(0)
+    programs = tl.num_programs(0)
+    b = tl.program_id(1)
+    requests = tl.num_programs(1)
     walkers = tl.minimum(programs, chunks)
     slots = tl.arange(0, SLOTS)
     chunk_lane = tl.arange(0, CHUNKS)
@@ -251,6 +256,16 @@ def _verify_tree_kernel(
     child_ptr += b64 * N
     sibling_ptr += b64 * N
     rows_ptr += b64 * stride_b
+    offsets = tl.arange(0, CHUNK)
+
+    # The first chunk is on its way before anything else; `x` belongs to row `ready`, chunk `rank`.
+    ready = rank // chunks
+    first_index = (rank - ready * chunks) * CHUNK + offsets
+    x = tl.load(
+        rows_ptr + ready.to(tl.int64) * stride_n + first_index,
+        mask=first_index < tl.where(rank < tl.maximum(read_ahead, 1) * chunks, V, 0),
+        other=NO_MASS,
+    )
     epoch = tl.load(epochs_ptr + b, volatile=True)
 
     greedy = False
@@ -267,15 +282,17 @@ def _verify_tree_kernel(
         rate = (1.4426950408889634 / tl.where(greedy, 1.0, scaled)).to(tl.float32)  # log2(e) / T
         limit = tl.where(before * after == 1.0, 1024.0, 0.0)
 
-    hop1 = slots
-    hops = (hop1, hop1, hop1, hop1, hop1)
-    if JUMP:
-        hop1 = tl.load(sibling_ptr + slots, mask=slots < N, other=-1)
-        hop1 = tl.where((hop1 >= 0) & (hop1 < N), hop1, -1).to(tl.int32)
-        hop2 = _hop(hop1, hop1)
-        hop4 = _hop(hop2, hop2)
-        hop8 = _hop(hop4, hop4)
-        hops = (hop1, hop2, hop4, hop8, _hop(hop8, hop8))
+    a1 = lane
+    hops = (a1, a1, a1, a1, a1, a1, a1, a1, a1, a1)
+    if JUMP:  # by doubling; CHILDREN is 32, N at most 64
+        a1 = tl.load(sibling_ptr + lane, mask=lane < N, other=-1)
+        b1 = tl.load(sibling_ptr + 32 + lane, mask=lane + 32 < N, other=-1)
+        a1 = tl.where((a1 >= 0) & (a1 < N), a1, -1).to(tl.int32)
+        b1 = tl.where((b1 >= 0) & (b1 < N), b1, -1).to(tl.int32)
+        a2, b2 = _hop(a1, b1, a1), _hop(a1, b1, b1)
+        a4, b4 = _hop(a2, b2, a2), _hop(a2, b2, b2)
+        a8, b8 = _hop(a4, b4, a4), _hop(a4, b4, b4)
+        hops = (a1, b1, a2, b2, a4, b4, a8, b8, _hop(a8, b8, a8), _hop(a8, b8, b8))
 
     cap = tl.minimum(depth_cap, N)
     node = 0
@@ -304,36 +321,53 @@ def _verify_tree_kernel(
             ahead = (step == 0) & (read_ahead > 0)
             place = requests * (read_ahead + (step & 1)) + b
             tag = epoch + step
-            for item in range(rank, tl.where(ahead, read_ahead * chunks, chunks), tl.where(ahead, programs, walkers)):
+            items = tl.where(ahead, read_ahead * chunks, chunks)
+            stride = tl.where(ahead, programs, walkers)
+            if ready != tl.where(ahead, rank // chunks, node):
+                x = tl.load(
+                    rows_ptr + node.to(tl.int64) * stride_n + rank * CHUNK + offsets,
+                    mask=rank * CHUNK + offsets < V,
+                    other=NO_MASS,
+                )
+            ready = -1  # consumed
+            for item in range(rank, items, stride):
                 slot = item // chunks
                 chunk = item - slot * chunks
                 row_node = tl.where(ahead, slot, node)
-                index = chunk * CHUNK + tl.arange(0, CHUNK)
+                index = chunk * CHUNK + offsets
                 row_ptr = rows_ptr + row_node.to(tl.int64) * stride_n
-                x = tl.load(row_ptr + index, mask=index < V, other=NO_MASS).to(tl.float32)
+                following = item + stride
+                next_slot = following // chunks
+                next_index = (following - next_slot * chunks) * CHUNK + offsets
+                next_x = tl.load(
+                    rows_ptr + tl.where(ahead, next_slot, node).to(tl.int64) * stride_n + next_index,
+                    mask=next_index < tl.where(following < items, V, 0),
+                    other=NO_MASS,
+                )
                 if row_node != held:
                     held = row_node
                     nodes, tokens, rest, left = _siblings(
                         sibling_ptr, candidates_ptr, hops, _follow(child_ptr, row_node, N), N, N, V, CHILDREN, JUMP
                     )
+                value = x.to(tl.float32)
+                x = next_x
+                mass = value
                 if PROBS:
-                    bad = tl.max(tl.where(x >= 0.0, tl.where(x == float("inf"), 1, 0), 2), 0)
-                    total = tl.sum(x, 0)
+                    bad = tl.max(tl.where(value >= 0.0, tl.where(value == float("inf"), 1, 0), 2), 0)
+                    total = tl.sum(value, 0)
                     key = tl.where(total > 0.0, 0, _EMPTY_KEY)
-                    mass = x
                 else:
-                    top = tl.max(x, 0) + 0.0  # -0.0 and 0.0 are a tie: one key
+                    top = tl.max(value, 0) + 0.0  # -0.0 and 0.0 are a tie: one key
                     key = _ordered(top)
                     bad = 0
-                    mass = x
                     if greedy:
-                        bad = tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)
-                        total = tl.min(tl.where(x == top, index, _BIG), 0).to(tl.float32, bitcast=True)
+                        bad = _unusable(row_ptr, index, V)
+                        total = tl.min(tl.where(value == top, index, _BIG), 0).to(tl.float32, bitcast=True)
                     else:
-                        mass = _chunk_mass(x, top, before, after, rate, limit, PTX)
+                        mass = _chunk_mass(value, top, before, after, rate, limit, PTX)
                         total = tl.sum(mass, 0)
                         if (total != total) | (top == float("inf")):
-                            bad = tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)
+                            bad = _unusable(row_ptr, index, V)
                 key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
                 rest_sum = total
                 if not greedy:
@@ -359,6 +393,15 @@ def _verify_tree_kernel(
                 )
             row_ptr = rows_ptr + node.to(tl.int64) * stride_n
             child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+            if used < cap:  # the likeliest next row, fetched while waiting
+                guess = _follow(child_ptr, node, N)
+                if (guess >= read_ahead) & (guess != ready):
+                    ready = guess
+                    x = tl.load(
+                        rows_ptr + guess.to(tl.int64) * stride_n + rank * CHUNK + offsets,
+                        mask=rank * CHUNK + offsets < V,
+                        other=NO_MASS,
+                    )
             coin = tl.load(coins_ptr + b64 * N + node)
             ahead = node < read_ahead
             place = tl.where(ahead, b * read_ahead + node, requests * (read_ahead + (step & 1)) + b)
@@ -458,20 +501,21 @@ def _verify_tree_kernel(
     if rank == writer:
         if drawing:
             start = last_chunk * CHUNK
-            index = start + tl.arange(0, CHUNK)
+            index = start + offsets
             row_ptr = rows_ptr + node.to(tl.int64) * stride_n
-            x = tl.load(row_ptr + index, mask=index < V, other=NO_MASS).to(tl.float32)
+            value = tl.load(row_ptr + index, mask=index < V, other=NO_MASS).to(tl.float32)
             weight = 1.0
             if PROBS:
-                mass = x
+                mass = value
             else:
-                top = tl.max(x, 0) + 0.0
-                mass = _chunk_mass(x, top, before, after, rate, limit, PTX)
+                top = tl.max(value, 0) + 0.0
+                mass = _chunk_mass(value, top, before, after, rate, limit, PTX)
                 weight = _chunk_weight(top, last_top, before, after, rate, limit, PTX)
             if whole == 0:
-                nodes, tokens, rest, left = _siblings(
-                    sibling_ptr, candidates_ptr, hops, _follow(child_ptr, node, N), N, N, V, CHILDREN, JUMP
-                )
+                if held != node:
+                    nodes, tokens, rest, left = _siblings(
+                        sibling_ptr, candidates_ptr, hops, _follow(child_ptr, node, N), N, N, V, CHILDREN, JUMP
+                    )
                 mass, _ = _without(
                     mass, index, start, start + CHUNK, tokens, rest, left,
                     sibling_ptr, candidates_ptr, hops, N, V, CHILDREN, JUMP,
@@ -516,35 +560,39 @@ class LaunchPlan:
 
 
 def _chunk_size(V: int) -> int:
-    """Tokens per chunk: at most 128 chunks a row, and enough of them to spread a row over a GPU."""
-    if V > 131072:
-        return 2048
-    return 1024 if V > 32768 else 512
+    """Tokens per chunk: a power of two >= 1024 that cuts a row into at most 32 chunks."""
+    return max(1024, triton.next_power_of_2(triton.cdiv(V, _CHUNKS)))
+
+
+def _warps(chunk: int) -> int:
+    """Warps per program: a function of the chunk alone, since it shapes the sums."""
+    return chunk // (32 * _TOKENS_PER_THREAD)
 
 
 def launch_plan(B: int, N: int, V: int, multiprocessors: int) -> LaunchPlan:
     """Cut B requests of N rows of V tokens over a device.
 
-    ``B * programs`` never exceeds 16 programs a multiprocessor, which the kernel's register limit lets be
-    co-resident. With programs to spare, each takes one chunk and later nodes' rows are read ahead.
+    Unless it is one program a request, which waits for nobody, ``B * programs`` never exceeds the 32 warps
+    a multiprocessor which the kernel's register limit lets be co-resident. With programs to spare, each
+    takes one chunk and later nodes' rows are read ahead.
     """
-    chunks = triton.cdiv(V, _chunk_size(V))
-    share = max(1, _PROGRAMS_PER_SM * multiprocessors // B)
+    chunk = _chunk_size(V)
+    chunks = triton.cdiv(V, chunk)
+    share = max(1, _WARPS_PER_SM // _warps(chunk) * multiprocessors // B)
     if share < 2 * chunks:
-        each = triton.cdiv(chunks, share)
-        return LaunchPlan(programs=triton.cdiv(chunks, each))
+        return LaunchPlan(programs=triton.cdiv(chunks, triton.cdiv(chunks, share)))
     read_ahead = min(N, share // chunks, 16)
     return LaunchPlan(programs=read_ahead * chunks, read_ahead=read_ahead)
 
 
 class Workspace:
-    """Scratch for one stream of launches on one device; 6.7 MB, whatever N and V.
+    """Scratch for one stream of launches on one device; 3.7 MB, whatever N and V.
 
     Holds the published chunk triples and the epochs. Launches that use it must not overlap in time.
     """
 
-    # Two rows of 128 chunks per request, and read-ahead: one chunk a program, padded to a power of two.
-    words_needed = _FIELDS * (2 * MAX_BATCH * 128 + 16384)
+    # Two rows of 32 chunks per request, and read-ahead: up to 2800 co-resident programs of a chunk each.
+    words_needed = _FIELDS * _CHUNKS * (2 * MAX_BATCH + 2800)
 
     def __init__(self, device: torch.device | str) -> None:
         self.words = torch.full((self.words_needed,), -1, dtype=torch.int64, device=device)
@@ -597,7 +645,7 @@ def verify_tree(
     """
     B, N, V = rows.shape
     chunk = _chunk_size(V)
-    _verify_tree_kernel[(B * plan.programs,)](
+    _verify_tree_kernel[(plan.programs, B)](
         candidates,
         retrieve_next_token,
         retrieve_next_sibling,
@@ -616,10 +664,10 @@ def verify_tree(
         accept_index.shape[1],
         rows.stride(0),
         rows.stride(1),
-        plan.programs,
         plan.read_ahead,
-        SLOTS=triton.next_power_of_2(N),
-        CHUNKS=triton.next_power_of_2(triton.cdiv(V, chunk)),
+        SLOTS=max(32, triton.next_power_of_2(N)),
+        CHUNKS=_CHUNKS,
+        chunks=triton.cdiv(V, chunk),
         CHUNK=chunk,
         CHILDREN=_CHILDREN,
         JUMP=N <= _JUMP_LIMIT,
@@ -627,7 +675,7 @@ def verify_tree(
         PROBS=temperature is None,
         SHARED=plan.programs > 1,
         PTX=not INTERPRETED and torch.version.hip is None,
-        num_warps=_WARPS,
+        num_warps=_warps(chunk),
         maxnreg=_REGISTERS,
         enable_fp_fusion=True,  # Triton's default until 3.10, and what the figures were measured with
     )
