@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels.verify_tree import (
     INTERPRETED,
@@ -38,6 +39,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    traits = BackendTraits(graph_safe=True, devices=("cpu", "cuda") if INTERPRETED else ("cuda",))
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[torch.device, int], Workspace] = {}
