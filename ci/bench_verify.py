@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--sweep", default="", help='plans to try, as "B:P,W;P,W B:P,W"')
     parser.add_argument("--json", default="")
-    parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,warps,registers,programs per multiprocessor")
+    parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,warps,registers,warps per multiprocessor")
     options = parser.parse_args()
     kernel.Workspace.words_needed *= 4 if options.tune else 1
     backend = TritonBackend()
@@ -136,8 +136,10 @@ def main() -> None:
         sets = [make_batch(seed, B, options.nodes, options.vocab) for seed in range(max(3, min(16, 64 // B)))]
         for tune, plan in itertools.product(options.tune or [""], [None, *sweep.get(B, [])]):
             if tune:
-                chunk, kernel._WARPS, kernel._REGISTERS, kernel._PROGRAMS_PER_SM = map(int, tune.split(","))
+                chunk, warps, kernel._REGISTERS, kernel._WARPS_PER_SM = map(int, tune.split(","))
                 kernel._chunk_size = lambda _, chunk=chunk: chunk
+                kernel._warps = lambda _, warps=warps: warps
+                kernel._CHUNKS = max(32, 1 << (-(-options.vocab // chunk) - 1).bit_length())
             captured = [capture(backend, inputs, plan) for inputs in sets]
             us = time_graphs([graph for graph, _ in captured])
             visited = statistics.mean((out.accept_token_num.float().mean() + 1).item() for _, out in captured)

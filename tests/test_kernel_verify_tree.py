@@ -581,9 +581,9 @@ def test_plans_fit_the_device(N, V):
         for B in (1, 2, 3, 4, 7, 16, 64, 128, 500, 1024):
             plan = kernel.launch_plan(B, N, V, sms)
             warps = kernel._warps(kernel._chunk_size(V))
-            assert plan.programs == 1 or B * plan.programs * warps <= 32 * sms
+            assert plan.programs == 1 or B * plan.programs * warps <= kernel._WARPS_PER_SM * sms
             assert 0 <= plan.read_ahead <= N
-            assert 3 * 32 * B * (plan.read_ahead + 2) <= kernel.Workspace.words_needed
+            assert 3 * kernel._CHUNKS * B * (plan.read_ahead + 2) <= kernel.Workspace.words_needed
             assert kernel.launch_plan(B, N, V, sms) == plan
     assert V <= kernel._CHUNKS * kernel._chunk_size(V)
 

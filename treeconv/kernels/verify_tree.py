@@ -43,11 +43,10 @@ MAX_BATCH = 1024
 MAX_NODES = 1024
 MAX_VOCAB = 262144  # token ids fit 18 bits of a packed key, and a row 64 chunks
 
-_CHUNKS = 32  # at most, per row: what every program repeats for a row is one warp's lanes wide
-_TOKENS_PER_THREAD = 16
-_REGISTERS = 64  # per thread, so that the 64 Ki registers of a multiprocessor hold 32 warps
-_WARPS_PER_SM = 32
-_CHILDREN = 32  # children tested at once: one warp's lanes
+_CHUNKS = 64  # at most, per row: what every program repeats for a row is twice a warp's lanes wide
+_TOKENS_PER_THREAD = 32
+_REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 warps
+_WARPS_PER_SM = 16
 _JUMP_LIMIT = 64  # N up to which sibling lists are followed through tables in registers
 _FIELDS = 3  # words of a published triple: maximum, sum, sum without the children
 
@@ -78,6 +77,23 @@ def _exp2(x, PTX: tl.constexpr):
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
         return tl.exp2(x)
+
+
+@triton.jit
+def _opaque(value, PTX: tl.constexpr):
+    """``value``, so that nothing computed from it is moved to before this point (rare paths stay rare)."""
+    if PTX:
+        return tl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [value], tl.int32, False, 1)
+    else:
+        return value
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Ask for the cache lines at ``pointers`` in L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
+    )
 
 
 @triton.jit
@@ -120,26 +136,29 @@ def _hop(low, high, nodes):
 
 
 @triton.jit
-def _siblings(sibling_ptr, candidates_ptr, hops, child, left, N, V, CHILDREN: tl.constexpr, JUMP: tl.constexpr):
-    """The next up to ``CHILDREN`` nodes of a sibling list, ``child`` first.
+def _siblings(sibling_ptr, candidates_ptr, child, left, N, V, JUMP: tl.constexpr):
+    """The next up to 32 nodes of a sibling list, ``child`` first.
 
-    ``hops`` holds the tables of 1, 2, 4, 8 and 16 hops along siblings, in halves, if ``JUMP``. Returns nodes and tokens
-    (-1 in unused lanes; a token outside [0, V) becomes -1), the node after them or -1, and how many more
-    may be visited before the list is taken for a cycle.
+    Returns nodes and tokens ([32] int32, -1 in unused lanes; a token outside [0, V) becomes -1), the node
+    after them or -1, and how many more may be visited before the list is taken for a cycle.
     """
-    lane = tl.arange(0, CHILDREN)
-    if JUMP:
-        nodes = tl.full([CHILDREN], -1, tl.int32)
-        nodes = tl.where(lane < left, child, nodes)
+    lane = tl.arange(0, 32)
+    if JUMP:  # lane k makes k hops by powers of two, over tables that double as it goes
+        low = tl.load(sibling_ptr + lane, mask=lane < N, other=-1)
+        high = tl.load(sibling_ptr + 32 + lane, mask=lane + 32 < N, other=-1)
+        low = tl.where((low >= 0) & (low < N), low, -1).to(tl.int32)
+        high = tl.where((high >= 0) & (high < N), high, -1).to(tl.int32)
+        nodes = tl.where(lane < left, child, -1)
         for bit in tl.static_range(5):
-            nodes = tl.where(((lane >> bit) & 1) == 1, _hop(hops[2 * bit], hops[2 * bit + 1], nodes), nodes)
-        left -= CHILDREN
-        after = tl.max(tl.where(lane == CHILDREN - 1, _hop(hops[0], hops[1], nodes), -1), 0)
-        child = tl.where(left > 0, after, -1)
+            nodes = tl.where(((lane >> bit) & 1) == 1, _hop(low, high, nodes), nodes)
+            low, high = _hop(low, high, low), _hop(low, high, high)
+        left -= 32
+        beyond = tl.max(tl.where(lane == 0, _hop(low, high, nodes), -1), 0)  # 32 hops from the first
+        child = tl.where(left > 0, beyond, -1)
     else:
-        nodes = tl.full([CHILDREN], -1, tl.int32)
+        nodes = tl.full([32], -1, tl.int32)
         taken = 0
-        while (child >= 0) & (taken < CHILDREN):
+        while (child >= 0) & (taken < 32):
             nodes = tl.where(lane == taken, child, nodes)
             child = _follow(sibling_ptr, child, N)
             taken += 1
@@ -152,8 +171,8 @@ def _siblings(sibling_ptr, candidates_ptr, hops, child, left, N, V, CHILDREN: tl
 
 @triton.jit
 def _without(
-    mass, index, start, end, tokens, rest, left, sibling_ptr, candidates_ptr, hops, N, V,
-    CHILDREN: tl.constexpr, JUMP: tl.constexpr,
+    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V,
+    CHUNK: tl.constexpr, JUMP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """A chunk's masses with the children's zeroed, and whether the chunk holds any of them.
 
@@ -162,22 +181,21 @@ def _without(
     found = 0
     more = 1
     while more == 1:
-        token = tl.min(tl.where((tokens >= start) & (tokens < end), tokens, _BIG), 0)
+        token = tl.min(tl.where((tokens >= start) & (tokens < start + CHUNK), tokens, _BIG), 0)
         while token < _BIG:
-            mass = tl.where(index == token, 0.0, mass)
+            mass = tl.where(_opaque(start, PTX) + tl.arange(0, CHUNK) == token, 0.0, mass)
             found = 1
-            token = tl.min(tl.where((tokens > token) & (tokens < end), tokens, _BIG), 0)
+            token = tl.min(tl.where((tokens > token) & (tokens < start + CHUNK), tokens, _BIG), 0)
         more = tl.where(rest >= 0, 1, 0)
         if more == 1:
-            _, tokens, rest, left = _siblings(
-                sibling_ptr, candidates_ptr, hops, rest, left, N, V, CHILDREN, JUMP
-            )
+            _, tokens, rest, left = _siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
     return mass, found
 
 
 @triton.jit
-def _unusable(row_ptr, index, V):
+def _unusable(row_ptr, start, V, CHUNK: tl.constexpr, PTX: tl.constexpr):
     """2 if a chunk of logits holds NaN, else 1 if +inf, else 0; reads it again to keep registers free."""
+    index = _opaque(start, PTX) + tl.arange(0, CHUNK)
     x = tl.load(row_ptr + index, mask=index < V, other=0.0).to(tl.float32)
     return tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)
 
@@ -189,23 +207,33 @@ def _word(bits, tag):
 
 
 @triton.jit
-def _wait_for_row(slot_ptr, chunks: tl.constexpr, tag, CHUNKS: tl.constexpr, SHARED: tl.constexpr):
-    """The words of one row, [CHUNKS] int64 each, once every chunk carries ``tag``."""
-    lane = tl.arange(0, CHUNKS)
+def _words(row_words_ptr, half, chunks: tl.constexpr):
+    """One half of a row's words, three [32] int64: maxima, sums, sums without the children."""
+    lane = tl.arange(0, 32) + half * 32
     inside = lane < chunks
-    if not SHARED:
-        tl.debug_barrier()  # this program's own stores
-    tops = tl.load(slot_ptr + lane, mask=inside, other=0, volatile=True)
-    sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
-    rests = tl.load(slot_ptr + 2 * CHUNKS + lane, mask=inside, other=0, volatile=True)
-    if SHARED:
-        stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
-        while tl.max(tl.where(inside & (stale != 0), 1, 0), 0) == 1:
-            tops = tl.load(slot_ptr + lane, mask=inside, other=0, volatile=True)
-            sums = tl.load(slot_ptr + CHUNKS + lane, mask=inside, other=0, volatile=True)
-            rests = tl.load(slot_ptr + 2 * CHUNKS + lane, mask=inside, other=0, volatile=True)
-            stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
+    tops = tl.load(row_words_ptr + lane, mask=inside, other=0, volatile=True)
+    sums = tl.load(row_words_ptr + 64 + lane, mask=inside, other=0, volatile=True)
+    rests = tl.load(row_words_ptr + 128 + lane, mask=inside, other=0, volatile=True)
     return tops, sums, rests
+
+
+@triton.jit
+def _waiting(tops, sums, rests, half, tag, chunks: tl.constexpr):
+    """Nonzero in the lanes of one half whose chunk is not published under ``tag`` yet."""
+    stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
+    return tl.where((tl.arange(0, 32) + half * 32 < chunks) & (stale != 0), 1, 0)
+
+
+@triton.jit
+def _keys(tops, half, chunks: tl.constexpr):
+    """The maxima of one half in the order of :func:`_ordered`; below all of them in unused lanes."""
+    return tl.where(tl.arange(0, 32) + half * 32 < chunks, (tops >> 32).to(tl.int32), -0x80000000)
+
+
+@triton.jit
+def _masses(words, weight):
+    """Float payloads times their chunks' weights; zero in unused lanes, whose words are zero."""
+    return (words >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
 
 
 @triton.jit
@@ -221,7 +249,7 @@ def _verify_tree_kernel(
     accept_num_ptr,  # [B] int32, out
     predicts_ptr,  # [B * N] int32, out
     status_ptr,  # [B] int32, out
-    words_ptr,  # [B * read_ahead + 2 * B, 3, CHUNKS] int64, scratch
+    words_ptr,  # [B * read_ahead + 2 * B, 3, 64] int64, scratch
     epochs_ptr,  # [3, MAX_B] int32, scratch: epoch, next epoch, programs that left
     N,  # slots per tree
     V,  # vocabulary
@@ -230,11 +258,9 @@ def _verify_tree_kernel(
     stride_n,  # elements
     read_ahead,  # rows taken in the first step, in [0, N]; 0: only the root's, like any later row
     SLOTS: tl.constexpr,  # power of two >= N
-    CHUNKS: tl.constexpr,  # power of two >= chunks
-    chunks: tl.constexpr,  # cdiv(V, CHUNK)
+    chunks: tl.constexpr,  # cdiv(V, CHUNK), at most 64
     CHUNK: tl.constexpr,  # tokens
-    CHILDREN: tl.constexpr,
-    JUMP: tl.constexpr,  # sibling lists by tables in registers: N is small
+    JUMP: tl.constexpr,  # N <= 64: sibling lists by tables in registers
     MAX_B: tl.constexpr,
     PROBS: tl.constexpr,
     SHARED: tl.constexpr,  # more than one program per request: the grid is (programs, B)
@@ -245,27 +271,24 @@ def _verify_tree_kernel(
     b = tl.program_id(1)
     requests = tl.num_programs(1)
     walkers = tl.minimum(programs, chunks)
+    lane = tl.arange(0, 32)
+    offsets = tl.arange(0, CHUNK)
     slots = tl.arange(0, SLOTS)
-    chunk_lane = tl.arange(0, CHUNKS)
-    real_chunk = chunk_lane < chunks
-    lane = tl.arange(0, CHILDREN)
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
+    TWO: tl.constexpr = chunks > 32  # a row's words fill both halves
 
     b64 = b.to(tl.int64)
     candidates_ptr += b64 * N
     child_ptr += b64 * N
     sibling_ptr += b64 * N
+    coins_ptr += b64 * N
+    predicts_ptr += b64 * N
+    accept_index_ptr += b64 * depth_cap
     rows_ptr += b64 * stride_b
-    offsets = tl.arange(0, CHUNK)
-
-    # The first chunk is on its way before anything else; `x` belongs to row `ready`, chunk `rank`.
-    ready = rank // chunks
-    first_index = (rank - ready * chunks) * CHUNK + offsets
-    x = tl.load(
-        rows_ptr + ready.to(tl.int64) * stride_n + first_index,
-        mask=first_index < tl.where(rank < tl.maximum(read_ahead, 1) * chunks, V, 0),
-        other=NO_MASS,
-    )
+    if PTX:  # the first chunk, on its way before anything else
+        first_row = tl.minimum(rank // chunks, N - 1)
+        first_line = rank % chunks * CHUNK + tl.arange(0, CHUNK // 32) * 32
+        _prefetch(rows_ptr + first_row.to(tl.int64) * stride_n + tl.minimum(first_line, V - 1))
     epoch = tl.load(epochs_ptr + b, volatile=True)
 
     greedy = False
@@ -278,21 +301,18 @@ def _verify_tree_kernel(
         greedy = temperature == 0.0
         before = tl.where(temperature > 1.8446744073709552e19, 1.262177448353619e-29, 1.0)  # 2^64, 2^-96
         after = tl.where(temperature < 5.421010862427522e-20, 7.922816251426434e28, 1.0)  # 2^-64, 2^96
-        scaled = temperature.to(tl.float64) * before.to(tl.float64) * after.to(tl.float64)
-        rate = (1.4426950408889634 / tl.where(greedy, 1.0, scaled)).to(tl.float32)  # log2(e) / T
+        scaled = tl.where(greedy, 1.0, temperature * before * after)
+        rate = tl.div_rn(tl.where(greedy, 1.0, 1.4426950408889634), scaled)  # log2(e) / T
         limit = tl.where(before * after == 1.0, 1024.0, 0.0)
 
-    a1 = lane
-    hops = (a1, a1, a1, a1, a1, a1, a1, a1, a1, a1)
-    if JUMP:  # by doubling; CHILDREN is 32, N at most 64
-        a1 = tl.load(sibling_ptr + lane, mask=lane < N, other=-1)
-        b1 = tl.load(sibling_ptr + 32 + lane, mask=lane + 32 < N, other=-1)
-        a1 = tl.where((a1 >= 0) & (a1 < N), a1, -1).to(tl.int32)
-        b1 = tl.where((b1 >= 0) & (b1 < N), b1, -1).to(tl.int32)
-        a2, b2 = _hop(a1, b1, a1), _hop(a1, b1, b1)
-        a4, b4 = _hop(a2, b2, a2), _hop(a2, b2, b2)
-        a8, b8 = _hop(a4, b4, a4), _hop(a4, b4, b4)
-        hops = (a1, b1, a2, b2, a4, b4, a8, b8, _hop(a8, b8, a8), _hop(a8, b8, b8))
+    if rank == 0:  # this program writes the outputs, as the walk goes
+        tl.store(predicts_ptr + slots, tl.full([SLOTS], -1, tl.int32), mask=slots < N)
+        for filled in range(0, depth_cap, SLOTS):
+            tl.store(
+                accept_index_ptr + filled + slots, tl.full([SLOTS], -1, tl.int32), mask=filled + slots < depth_cap
+            )
+        tl.debug_barrier()
+        tl.store(accept_index_ptr, b * N)
 
     cap = tl.minimum(depth_cap, N)
     node = 0
@@ -300,15 +320,12 @@ def _verify_tree_kernel(
     step = -1
     status = 0
     bonus = 0  # greedy: the argmax of the last row
-    last_chunk = 0
+    last_chunk = 0  # where the bonus token is, what precedes it there, and the row's maximum
+    last_base = 0.0
     last_top = 0.0
-    last_base = tl.full([], 0.0, tl.float64)
-    goal = tl.full([], 0.0, tl.float64)
-    whole = 0  # the bonus comes from all of p: nothing was tested
-    path = tl.where(slots == 0, 0, -1)
-    predicts = tl.full([SLOTS], -1, tl.int32)
+    residual_sum = 0.0
     held = -1  # the node whose children these are
-    nodes = tl.full([CHILDREN], -1, tl.int32)
+    nodes = tl.full([32], -1, tl.int32)
     tokens = nodes
     rest = -1
     left = N
@@ -323,64 +340,53 @@ def _verify_tree_kernel(
             tag = epoch + step
             items = tl.where(ahead, read_ahead * chunks, chunks)
             stride = tl.where(ahead, programs, walkers)
-            if ready != tl.where(ahead, rank // chunks, node):
-                x = tl.load(
-                    rows_ptr + node.to(tl.int64) * stride_n + rank * CHUNK + offsets,
-                    mask=rank * CHUNK + offsets < V,
-                    other=NO_MASS,
-                )
-            ready = -1  # consumed
             for item in range(rank, items, stride):
                 slot = item // chunks
                 chunk = item - slot * chunks
+                start = chunk * CHUNK
                 row_node = tl.where(ahead, slot, node)
-                index = chunk * CHUNK + offsets
                 row_ptr = rows_ptr + row_node.to(tl.int64) * stride_n
-                following = item + stride
-                next_slot = following // chunks
-                next_index = (following - next_slot * chunks) * CHUNK + offsets
-                next_x = tl.load(
-                    rows_ptr + tl.where(ahead, next_slot, node).to(tl.int64) * stride_n + next_index,
-                    mask=next_index < tl.where(following < items, V, 0),
-                    other=NO_MASS,
-                )
+                x = tl.load(row_ptr + start + offsets, mask=start + offsets < V, other=NO_MASS)
+                if PTX:
+                    following = item + stride
+                    if (not ahead) & (following < items):
+                        line = following * CHUNK + tl.arange(0, CHUNK // 32) * 32
+                        _prefetch(row_ptr + tl.minimum(line, V - 1))
                 if row_node != held:
                     held = row_node
                     nodes, tokens, rest, left = _siblings(
-                        sibling_ptr, candidates_ptr, hops, _follow(child_ptr, row_node, N), N, N, V, CHILDREN, JUMP
+                        sibling_ptr, candidates_ptr, _follow(child_ptr, row_node, N), N, N, V, JUMP
                     )
-                value = x.to(tl.float32)
-                x = next_x
-                mass = value
+                mass = x.to(tl.float32)
+                bad = 0
                 if PROBS:
-                    bad = tl.max(tl.where(value >= 0.0, tl.where(value == float("inf"), 1, 0), 2), 0)
-                    total = tl.sum(value, 0)
+                    bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
+                    total = tl.sum(mass, 0)
                     key = tl.where(total > 0.0, 0, _EMPTY_KEY)
                 else:
-                    top = tl.max(value, 0) + 0.0  # -0.0 and 0.0 are a tie: one key
+                    top = tl.max(mass, 0) + 0.0  # -0.0 and 0.0 are a tie: one key
                     key = _ordered(top)
-                    bad = 0
                     if greedy:
-                        bad = _unusable(row_ptr, index, V)
-                        total = tl.min(tl.where(value == top, index, _BIG), 0).to(tl.float32, bitcast=True)
+                        bad = _unusable(row_ptr, start, V, CHUNK, PTX)
+                        index = _opaque(start, PTX) + tl.arange(0, CHUNK)
+                        total = tl.min(tl.where(mass == top, index, _BIG), 0).to(tl.float32, bitcast=True)
                     else:
-                        mass = _chunk_mass(value, top, before, after, rate, limit, PTX)
+                        mass = _chunk_mass(mass, top, before, after, rate, limit, PTX)
                         total = tl.sum(mass, 0)
                         if (total != total) | (top == float("inf")):
-                            bad = _unusable(row_ptr, index, V)
+                            bad = _unusable(row_ptr, start, V, CHUNK, PTX)
                 key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
                 rest_sum = total
                 if not greedy:
                     mass, found = _without(
-                        mass, index, chunk * CHUNK, chunk * CHUNK + CHUNK, tokens, rest, left,
-                        sibling_ptr, candidates_ptr, hops, N, V, CHILDREN, JUMP,
-                    )  # fmt: skip
+                        mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
+                    )
                     if found == 1:
                         rest_sum = tl.sum(mass, 0)
-                out = words_ptr + tl.where(ahead, b * read_ahead + slot, place) * (3 * CHUNKS) + chunk
+                out = words_ptr + tl.where(ahead, b * read_ahead + slot, place) * 192 + chunk
                 tl.store(out, _word(key, tag))
-                tl.store(out + CHUNKS, _word(total.to(tl.int32, bitcast=True), tag))
-                tl.store(out + 2 * CHUNKS, _word(rest_sum.to(tl.int32, bitcast=True), tag))
+                tl.store(out + 64, _word(total.to(tl.int32, bitcast=True), tag))
+                tl.store(out + 128, _word(rest_sum.to(tl.int32, bitcast=True), tag))
 
         # 2. one step of the walk, from the published triples
         if rank >= walkers:
@@ -389,44 +395,64 @@ def _verify_tree_kernel(
             if node != held:
                 held = node
                 nodes, tokens, rest, left = _siblings(
-                    sibling_ptr, candidates_ptr, hops, _follow(child_ptr, node, N), N, N, V, CHILDREN, JUMP
+                    sibling_ptr, candidates_ptr, _follow(child_ptr, node, N), N, N, V, JUMP
                 )
             row_ptr = rows_ptr + node.to(tl.int64) * stride_n
             child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
-            if used < cap:  # the likeliest next row, fetched while waiting
+            coin = tl.load(coins_ptr + node)
+            if PTX:  # the likeliest next row, on its way to L2 while waiting
                 guess = _follow(child_ptr, node, N)
-                if (guess >= read_ahead) & (guess != ready):
-                    ready = guess
-                    x = tl.load(
-                        rows_ptr + guess.to(tl.int64) * stride_n + rank * CHUNK + offsets,
-                        mask=rank * CHUNK + offsets < V,
-                        other=NO_MASS,
-                    )
-            coin = tl.load(coins_ptr + b64 * N + node)
+                if (guess >= read_ahead) & (used < cap):
+                    line = tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1)
+                    _prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
             ahead = node < read_ahead
-            place = tl.where(ahead, b * read_ahead + node, requests * (read_ahead + (step & 1)) + b)
-            tops, sums, rests = _wait_for_row(
-                words_ptr + place * (3 * CHUNKS), chunks, tl.where(ahead, epoch, epoch + step), CHUNKS, SHARED
+            tag = tl.where(ahead, epoch, epoch + step)
+            row_words = words_ptr + 192 * tl.where(
+                ahead, b * read_ahead + node, requests * (read_ahead + (step & 1)) + b
             )
-            keys = tl.where(real_chunk, (tops >> 32).to(tl.int32), -0x80000000)
-            top_key = tl.max(keys, 0)
+            if not SHARED:
+                tl.debug_barrier()  # this program's own stores
+            tops, sums, rests = _words(row_words, 0, chunks)
+            late = _waiting(tops, sums, rests, 0, tag, chunks)
+            if TWO:
+                tops2, sums2, rests2 = _words(row_words, 1, chunks)
+                late = late | _waiting(tops2, sums2, rests2, 1, tag, chunks)
+            if SHARED:
+                while tl.max(late, 0) == 1:
+                    tops, sums, rests = _words(row_words, 0, chunks)
+                    late = _waiting(tops, sums, rests, 0, tag, chunks)
+                    if TWO:
+                        tops2, sums2, rests2 = _words(row_words, 1, chunks)
+                        late = late | _waiting(tops2, sums2, rests2, 1, tag, chunks)
+            keys = _keys(tops, 0, chunks)
+            both_keys = keys
+            if TWO:
+                keys2 = _keys(tops2, 1, chunks)
+                both_keys = tl.maximum(keys, keys2)
+            top_key = tl.max(both_keys, 0)
             if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
                 status = tl.where(top_key == _NAN_KEY, 1, tl.where(top_key == _INF_KEY, 2, 3))
                 active = 0
             else:
                 top = _unordered(top_key)
-                payload = (sums >> 32).to(tl.int32)
-                weight = tl.full([CHUNKS], 1.0, tl.float32)
+                weight = tl.full([32], 1.0, tl.float32)
+                weight2 = weight
                 row_sum = 1.0
                 if not PROBS:
                     if greedy:
-                        bonus = tl.min(tl.where(keys == top_key, payload, _BIG), 0)
+                        arg = tl.where(keys == top_key, (sums >> 32).to(tl.int32), _BIG)
+                        if TWO:
+                            arg = tl.minimum(arg, tl.where(keys2 == top_key, (sums2 >> 32).to(tl.int32), _BIG))
+                        bonus = tl.min(arg, 0)
                     else:
                         weight = _chunk_weight(_unordered(keys), top, before, after, rate, limit, PTX)
-                all_sums = tl.where(real_chunk, payload.to(tl.float32, bitcast=True) * weight, 0.0)
-                if not PROBS:
-                    if not greedy:
-                        row_sum = tl.sum(all_sums, 0)
+                        weight = tl.where(lane < chunks, weight, 0.0)
+                        row_sums = _masses(sums, weight)
+                        if TWO:
+                            weight2 = _chunk_weight(_unordered(keys2), top, before, after, rate, limit, PTX)
+                            weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
+                            row_sums += _masses(sums2, weight2)
+                        row_sum = tl.sum(row_sums, 0)
 
                 # 2a. the children, in order
                 acc = 0.0
@@ -450,40 +476,49 @@ def _verify_tree_kernel(
                         if rest >= 0:
                             testing = 1
                             held = -1  # these are no longer the node's first children
-                            acc = tl.sum(tl.where(lane == CHILDREN - 1, prefix, 0.0), 0)
+                            acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
                             nodes, tokens, rest, left = _siblings(
-                                sibling_ptr, candidates_ptr, hops, rest, left, N, V, CHILDREN, JUMP
+                                sibling_ptr, candidates_ptr, rest, left, N, V, JUMP
                             )
                             child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
 
                 # 2b. accept, or end the walk
                 chosen = hit & 0x3FF
                 if hit == _NEVER:
-                    rest_sums = (rests >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
-                    residual = tl.where(real_chunk, tl.where(used < cap, rest_sums, all_sums), 0.0)
-                    residual_sum = tl.sum(residual, 0)
+                    residual = _masses(tl.where(used < cap, rests, sums), weight)
+                    both = residual
+                    if TWO:
+                        residual2 = _masses(tl.where(used < cap, rests2, sums2), weight2)
+                        both = residual + residual2
+                    residual_sum = tl.sum(both, 0)
                     if greedy:
                         residual_sum = tl.where(last >= 0, 0.0, 1.0)
                     chosen = tl.where(residual_sum > 0.0, -1, last)
                     if chosen < 0:
                         active = 0
-                        whole = tl.where(used < cap, 0, 1)
                         if residual_sum <= 0.0:
                             status = 3  # only a row rewritten during the launch gets here
                         goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
-                        cumulative = tl.cumsum(residual, 0)
-                        over = (cumulative.to(tl.float64) > goal) & (residual > 0.0)
-                        last_chunk = tl.min(tl.where(over, chunk_lane, CHUNKS), 0)
-                        if last_chunk == CHUNKS:
-                            last_chunk = tl.max(tl.where(residual > 0.0, chunk_lane, 0), 0)
-                        up_to = tl.where(chunk_lane == last_chunk - 1, cumulative, 0.0)
-                        last_base = tl.sum(up_to, 0).to(tl.float64)
+                        prefix = tl.cumsum(residual, 0)
+                        over = (prefix.to(tl.float64) > goal) & (residual > 0.0)
+                        last_chunk = tl.min(tl.where(over, lane, _BIG), 0)
+                        final = tl.max(tl.where(residual > 0.0, lane, -1), 0)
+                        if TWO:
+                            first_half = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
+                            prefix2 = first_half + tl.cumsum(residual2, 0)
+                            over2 = (prefix2.to(tl.float64) > goal) & (residual2 > 0.0)
+                            last_chunk = tl.minimum(last_chunk, tl.min(tl.where(over2, lane + 32, _BIG), 0))
+                            final = tl.maximum(final, tl.max(tl.where(residual2 > 0.0, lane + 32, -1), 0))
+                        last_chunk = tl.where(last_chunk == _BIG, tl.maximum(final, 0), last_chunk)
+                        last_base = tl.sum(tl.where(lane == last_chunk - 1, prefix, 0.0), 0)
+                        if TWO:
+                            last_base += tl.sum(tl.where(lane == last_chunk - 33, prefix2, 0.0), 0)
                         last_top = top
                 if chosen >= 0:
-                    token = tl.load(candidates_ptr + chosen).to(tl.int32)
-                    predicts = tl.where(slots == node, token, predicts)
+                    if rank == 0:
+                        tl.store(predicts_ptr + node, tl.load(candidates_ptr + chosen).to(tl.int32))
+                        tl.store(accept_index_ptr + used, b * N + chosen)
                     node = chosen
-                    path = tl.where(slots == used, node, path)
                     used += 1
 
     # 3. the last program to leave opens the next epoch
@@ -495,49 +530,38 @@ def _verify_tree_kernel(
             tl.store(epochs_ptr + b, tl.load(epochs_ptr + MAX_B + b, volatile=True))
             tl.store(epochs_ptr + 2 * MAX_B + b, 0)
 
-    # 4. the bonus token and the outputs, by the program that read the bonus token's chunk
-    drawing = (status == 0) & (greedy == 0)
-    writer = tl.where(drawing, last_chunk % walkers, 0)
-    if rank == writer:
-        if drawing:
+    # 4. the bonus token
+    if rank == 0:
+        if (status == 0) & (greedy == 0):
             start = last_chunk * CHUNK
             index = start + offsets
-            row_ptr = rows_ptr + node.to(tl.int64) * stride_n
-            value = tl.load(row_ptr + index, mask=index < V, other=NO_MASS).to(tl.float32)
+            x = tl.load(rows_ptr + node.to(tl.int64) * stride_n + index, mask=index < V, other=NO_MASS)
+            mass = x.to(tl.float32)
             weight = 1.0
-            if PROBS:
-                mass = value
-            else:
-                top = tl.max(value, 0) + 0.0
-                mass = _chunk_mass(value, top, before, after, rate, limit, PTX)
+            if not PROBS:
+                top = tl.max(mass, 0) + 0.0
+                mass = _chunk_mass(mass, top, before, after, rate, limit, PTX)
                 weight = _chunk_weight(top, last_top, before, after, rate, limit, PTX)
-            if whole == 0:
+            if used < cap:
                 if held != node:
                     nodes, tokens, rest, left = _siblings(
-                        sibling_ptr, candidates_ptr, hops, _follow(child_ptr, node, N), N, N, V, CHILDREN, JUMP
+                        sibling_ptr, candidates_ptr, _follow(child_ptr, node, N), N, N, V, JUMP
                     )
                 mass, _ = _without(
-                    mass, index, start, start + CHUNK, tokens, rest, left,
-                    sibling_ptr, candidates_ptr, hops, N, V, CHILDREN, JUMP,
-                )  # fmt: skip
-            cumulative = last_base + tl.cumsum(mass, 0).to(tl.float64) * weight
-            bonus = tl.min(tl.where((mass > 0.0) & (cumulative > goal), index, _BIG), 0)
+                    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
+                )
+            goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
+            prefix = last_base.to(tl.float64) + tl.cumsum(mass, 0).to(tl.float64) * weight
+            bonus = tl.min(tl.where((mass > 0.0) & (prefix > goal), index, _BIG), 0)
             if bonus == _BIG:
                 bonus = tl.max(tl.where(mass > 0.0, index, 0), 0)
         if status == 0:
-            predicts = tl.where(slots == node, bonus, predicts)
+            tl.store(predicts_ptr + node, bonus)
         else:
-            predicts = tl.full([SLOTS], -1, tl.int32)
-            path = tl.full([SLOTS], -1, tl.int32)
-            used = 1
-        tl.store(predicts_ptr + b64 * N + slots, predicts, mask=slots < N)
-        flat = tl.where(path >= 0, b * N + path, -1)
-        accept_index_ptr += b64 * depth_cap
-        tl.store(accept_index_ptr + slots, flat, mask=slots < depth_cap)
-        for filled in range(SLOTS, depth_cap, SLOTS):
-            beyond = filled + slots
-            tl.store(accept_index_ptr + beyond, tl.full([SLOTS], -1, tl.int32), mask=beyond < depth_cap)
-        tl.store(accept_num_ptr + b, used - 1)
+            tl.debug_barrier()
+            tl.store(predicts_ptr + slots, tl.full([SLOTS], -1, tl.int32), mask=slots < N)
+            tl.store(accept_index_ptr + slots, tl.full([SLOTS], -1, tl.int32), mask=slots < tl.minimum(used, depth_cap))
+        tl.store(accept_num_ptr + b, tl.where(status == 0, used - 1, 0))
         tl.store(status_ptr + b, status)
 
 
@@ -560,7 +584,7 @@ class LaunchPlan:
 
 
 def _chunk_size(V: int) -> int:
-    """Tokens per chunk: a power of two >= 1024 that cuts a row into at most 32 chunks."""
+    """Tokens per chunk: a power of two >= 1024 that cuts a row into at most 64 chunks."""
     return max(1024, triton.next_power_of_2(triton.cdiv(V, _CHUNKS)))
 
 
@@ -572,7 +596,7 @@ def _warps(chunk: int) -> int:
 def launch_plan(B: int, N: int, V: int, multiprocessors: int) -> LaunchPlan:
     """Cut B requests of N rows of V tokens over a device.
 
-    Unless it is one program a request, which waits for nobody, ``B * programs`` never exceeds the 32 warps
+    Unless it is one program a request, which waits for nobody, ``B * programs`` never exceeds the 16 warps
     a multiprocessor which the kernel's register limit lets be co-resident. With programs to spare, each
     takes one chunk and later nodes' rows are read ahead.
     """
@@ -586,12 +610,12 @@ def launch_plan(B: int, N: int, V: int, multiprocessors: int) -> LaunchPlan:
 
 
 class Workspace:
-    """Scratch for one stream of launches on one device; 3.7 MB, whatever N and V.
+    """Scratch for one stream of launches on one device; 7.4 MB, whatever N and V.
 
     Holds the published chunk triples and the epochs. Launches that use it must not overlap in time.
     """
 
-    # Two rows of 32 chunks per request, and read-ahead: up to 2800 co-resident programs of a chunk each.
+    # Two rows of 64 chunks per request, and read-ahead: up to 2800 co-resident programs of a chunk each.
     words_needed = _FIELDS * _CHUNKS * (2 * MAX_BATCH + 2800)
 
     def __init__(self, device: torch.device | str) -> None:
@@ -666,10 +690,8 @@ def verify_tree(
         rows.stride(1),
         plan.read_ahead,
         SLOTS=max(32, triton.next_power_of_2(N)),
-        CHUNKS=_CHUNKS,
         chunks=triton.cdiv(V, chunk),
         CHUNK=chunk,
-        CHILDREN=_CHILDREN,
         JUMP=N <= _JUMP_LIMIT,
         MAX_B=MAX_BATCH,
         PROBS=temperature is None,
