@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import platform
+import queue
 import re
 import subprocess
 import sys
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 BACKENDS = ("eager", "triton", "sgl")
+_TASK_LIMIT_S = 100.0
 ALONE = ("offsets-64-bit", "wide-batch-invariance", "wide-determinism")
 
 
@@ -213,24 +215,77 @@ def _say(result: dict[str, Any]) -> None:
         print("\n".join("    " + line for line in result["message"].splitlines()[:40]), flush=True)
 
 
-def run_laws(max_examples: int, workers: int) -> list[dict[str, Any]]:
-    """Every law and finding; a worker that dies takes its task with it, and no other."""
-    shared, alone = all_tasks(max_examples)
-    results = []
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = {pool.submit(run_task, task): task for task in shared}
-        for future in concurrent.futures.as_completed(futures):
-            try:
-                result = future.result()
-            except concurrent.futures.process.BrokenProcessPool as error:
-                result = {**futures[future], "result": "error", "message": str(error), "seconds": 0.0}
-            _say(result)
-            results.append(result)
-    for task in alone:
-        result = run_task(task)
-        _say(result)
-        results.append(result)
+def serve(pipe: Any) -> None:
+    """A worker process: answers tasks until there are no more."""
+    while (task := pipe.recv()) is not None:
+        pipe.send(run_task(task))
+
+
+class Worker:
+    """A process that runs one task at a time, and is replaced when it hangs, dies or loses its device."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def run(self, task: dict[str, Any]) -> dict[str, Any]:
+        """The task's result, whatever happens."""
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+        started = time.perf_counter()
+        try:
+            self._pipe.send(task)
+            if self._pipe.poll(self._limit_s):
+                result: dict[str, Any] = self._pipe.recv()
+                # An illegal access leaves every later call of that process failing.
+                if "CUDA error" in result.get("message", ""):
+                    self.stop()
+                return result
+            message = f"no answer after {self._limit_s:.0f} s: it hangs"
+        except (EOFError, OSError):
+            message = f"the process died with exit code {self._process.exitcode}"
+        self.stop()
+        seconds = round(time.perf_counter() - started, 2)
+        return {**task, "result": "error", "message": message, "seconds": seconds}
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+def run_laws(max_examples: int, workers: int, only: str) -> list[dict[str, Any]]:
+    """Every law and finding. A check that hangs or loses the device takes no other with it."""
+    shared, alone = (
+        [task for task in tasks if re.search(only, " ".join(map(str, task.values())))]
+        for tasks in all_tasks(max_examples)
+    )
+    results: list[dict[str, Any]] = []
+
+    def drain(tasks: queue.SimpleQueue[dict[str, Any]]) -> None:
+        worker = Worker(_TASK_LIMIT_S)
+        try:
+            while True:
+                result = worker.run(tasks.get_nowait())
+                _say(result)
+                results.append(result)
+        except queue.Empty:
+            worker.stop()
+
+    for tasks, count in ((shared, workers), (alone, 1)):
+        waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        for task in tasks:
+            waiting.put(task)
+        with concurrent.futures.ThreadPoolExecutor(count) as threads:
+            for done in [threads.submit(drain, waiting) for _ in range(count)]:
+                done.result()
     return results
 
 
@@ -246,6 +301,7 @@ def main() -> int:
     parser.add_argument("--max-examples", type=int, default=60, help="generated cases a law")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)))
     parser.add_argument("--bench-seconds", type=float, default=150.0)
+    parser.add_argument("--only", default="", help="checks whose kind, law or backend matches this pattern")
     parser.add_argument("--skip", nargs="*", choices=("laws", "bench"), default=[])
     options = parser.parse_args()
     import torch
@@ -260,7 +316,7 @@ def main() -> int:
     evidence: dict[str, Any] = {"environment": about}
     started = time.monotonic()
     if "laws" not in options.skip:
-        results = run_laws(options.max_examples, options.workers)
+        results = run_laws(options.max_examples, options.workers, options.only)
         ledger = [result for result in results if result["kind"] == "ledger"]
         evidence["laws"] = sorted(
             (result for result in results if result["kind"] != "ledger"),

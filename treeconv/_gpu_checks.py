@@ -29,7 +29,7 @@ class Sizes:
     Args:
         trees: random trees of the agreement laws.
 
-        chunk: of them per launch.
+        chunk: of them per launch; 1024 is the most that the Triton sampler takes.
 
         replays: of each captured graph.
 
@@ -39,7 +39,7 @@ class Sizes:
     """
 
     trees: int = 102_400
-    chunk: int = 4096
+    chunk: int = 1024
     replays: int = 300
     wide_batch: int = 128
     wide_slots: int = 64

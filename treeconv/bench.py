@@ -472,7 +472,9 @@ def format_table(report: BenchReport) -> str:
         )
     notes = sorted({f"{row.path}: {row.note}" for row in report.rows if row.note})
     lines += ["* over the limit of 12 us + 2 x bound", *notes]
-    lines += [f"left out: {shape}: {why}" for shape, why in report.skipped]
+    for why in dict.fromkeys(why for _, why in report.skipped):
+        shapes = [shape for shape, reason in report.skipped if reason == why]
+        lines.append(f"left out: {', '.join(shapes)}: {why}")
     return "\n".join(lines)
 
 
