@@ -2,10 +2,11 @@
 
     python ci/gpu_evidence.py [--out DIR] [--max-examples 60] [--workers 12] [--skip bench]
 
-``ci/gpu.sh`` is the front door. Law x backend checks run in worker processes that share the device; those that
-fill its memory run alone, and the benchmark last, on a quiet device. Exit status 1 where a law is broken that
-no finding explains, or a finding was not found again.
+``ci/gpu.sh`` is the front door. Law x backend checks run in worker processes that share the device; those
+that fill its memory run alone, and the benchmark last, on a quiet device. Exit status 1 where a law is
+broken, or a finding was not found again.
 """
+# ruff: noqa: PLC0415  (a worker imports what its task needs, once the device is known to be there)
 
 from __future__ import annotations
 
@@ -194,7 +195,7 @@ def all_tasks(max_examples: int) -> tuple[list[dict[str, Any]], list[dict[str, A
             shared.append({"kind": "ledger", "finding": finding.id})
     for backend in reversed(BACKENDS):
         for law in BACKEND_LAWS:
-            shared.append(  # noqa: PERF401
+            shared.append(
                 {"kind": "generated", "law": law.name, "backend": backend, "max_examples": max_examples}
             )
     shared += [
@@ -296,7 +297,9 @@ def is_bad(result: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "ci" / "evidence"))
     parser.add_argument("--max-examples", type=int, default=60, help="generated cases a law")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)))

@@ -98,7 +98,7 @@ LEDGER = Ledger(
             law="graph-replay",
             backend="sgl-raw",
             versions=_SEEN,
-            summary="draft_probs keeps rejected masses: a graph that does not clear it masks those tokens for ever",
+            summary="draft_probs keeps rejected masses: uncleared in a graph, it masks those tokens for ever",
             source="sgl-project/sglang PR#12561 (B60): the caller must clear it inside the graph",
             sees="tokens that earlier replays rejected at a node are never drawn there again",
             case="device/graph-replay-c282d031449d.json",
@@ -189,10 +189,14 @@ def _play_offsets(entry: CorpusEntry, backend: Any, device: str) -> int:
     return B
 
 
-def _request(parents: list[int], tokens: list[int], row: list[float], coin: float, final: float = 0.5) -> Request:
+def _request(
+    parents: list[int], tokens: list[int], row: list[float], coin: float, final: float = 0.5
+) -> Request:
     size = len(parents)
     rows = np.tile(np.array(row, np.float32), (size, 1))
-    return Request(DraftTree(tuple(parents), tuple(tokens)), rows, 1.0, np.full(size, coin, np.float32), final)
+    return Request(
+        DraftTree(tuple(parents), tuple(tokens)), rows, 1.0, np.full(size, coin, np.float32), final
+    )
 
 
 def _entries() -> dict[str, CorpusEntry]:
@@ -268,7 +272,11 @@ def write_cases() -> dict[str, str]:
     """Save every case; finding -> its path under ``corpus/``."""
     placed = {}
     for name, entry in _entries().items():
-        shelf = "regressions" if entry.law not in ("duplicate-siblings", "offsets-64-bit", "graph-replay") else "device"
+        shelf = (
+            "regressions"
+            if entry.law not in ("duplicate-siblings", "offsets-64-bit", "graph-replay")
+            else "device"
+        )
         path = save_entry(CORPUS / shelf, entry)
         placed[name] = str(path.relative_to(CORPUS))
     return placed

@@ -10,7 +10,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from treeconv import BackendUnavailable, Coins, DraftTree, InvalidArgument, InvalidTree, LawBroken, to_verify_input
+from treeconv import (
+    BackendUnavailable,
+    Coins,
+    DraftTree,
+    InvalidArgument,
+    InvalidTree,
+    LawBroken,
+    to_verify_input,
+)
 from treeconv.backends import sgl
 from treeconv.backends.sgl import SglBackend, SglKernels, load_sgl_kernels
 from treeconv.laws import BACKEND_LAWS, law_named
@@ -18,7 +26,8 @@ from treeconv.strategies import cases_for
 from treeconv.tree import RowStatus
 
 KERNELS = SglKernels(
-    "fake", {name: getattr(fake, name) for name in ("tree_speculative_sampling_target_only", "verify_tree_greedy")}
+    "fake",
+    {name: getattr(fake, name) for name in ("tree_speculative_sampling_target_only", "verify_tree_greedy")},
 )
 
 
@@ -95,7 +104,9 @@ def test_guards_refuse(guarded, raw):
     # B13: the mass of token 1 counts twice, and node 2 is taken.
     assert raw.verify_probs(twins, probs, coins, 2).accept_index.tolist() == [[0, 2]]
     huge = torch.empty(1).expand(1, 3, 2**31)
-    with pytest.raises(InvalidArgument, match=r"B\*N\*V=1\*3\*2147483648=6442450944, but must be < 4294967296"):
+    with pytest.raises(
+        InvalidArgument, match=r"B\*N\*V=1\*3\*2147483648=6442450944, but must be < 4294967296"
+    ):
         guarded.verify_probs(batch, huge, coins, 2)
 
 
@@ -136,10 +147,10 @@ def test_either_spelling_and_home(monkeypatch):
     """The wheel of one version, SGLang's own module of another; `retrive` or `retrieve`."""
     seen = {}
 
-    def modern(predicts, retrieve_index, retrieve_next_token, retrieve_next_sibling):
+    def modern(predicts, retrieve_index, retrieve_next_token, retrieve_next_sibling):  # noqa: ARG001
         seen.update(retrieve_index=retrieve_index, predicts=predicts)
 
-    def old(predicts, retrive_index, retrive_next_token, retrive_next_sibling):
+    def old(predicts, retrive_index, retrive_next_token, retrive_next_sibling):  # noqa: ARG001
         seen.update(retrive_index=retrive_index, predicts=predicts)
 
     arguments = {"predicts": 0, "retrieve_index": 1, "retrieve_next_token": 2, "retrieve_next_sibling": 3}

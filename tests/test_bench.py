@@ -14,7 +14,9 @@ from treeconv.bench import BenchGrid, BenchReport, BenchRow, _inputs, format_tab
 
 def report():
     rows = [
-        BenchRow(64, B, 163840, 0.6, path, us * B, 1.0, 3.0, 0.2 * B, 12 + 0.4 * B, 5.0, path != "eager", note)
+        BenchRow(
+            64, B, 163840, 0.6, path, us * B, 1.0, 3.0, 0.2 * B, 12 + 0.4 * B, 5.0, path != "eager", note
+        )
         for B in (1, 16)
         for path, us, note in (("deployed", 228.0, ""), ("eager", 90.0, "plain calls"), ("triton", 13.0, ""))
     ]

@@ -137,8 +137,8 @@ def test_refuses_what_was_not_captured():
         run.replay(batch, logits)
     with pytest.raises(InvalidArgument, match="must be <= 4"):
         run.replay(VerifyInput(**{k: v.repeat_interleave(3, 0) for k, v in vars(batch).items()}), logits)
+    idle = CudaGraphRunner("reference", num_draft_tokens=N, vocab_size=V, depth_cap=CAP, device="cpu")
     with pytest.raises(InvalidArgument, match="must be captured first"):
-        idle = CudaGraphRunner("reference", num_draft_tokens=N, vocab_size=V, depth_cap=CAP, device="cpu")
         idle.replay(batch, logits.bfloat16(), temperature, coins)
 
 

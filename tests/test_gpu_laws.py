@@ -1,4 +1,4 @@
-"""The device laws at small size on the CPU: right samplers keep them, each kind of wrong one breaks its own."""
+"""The device laws at small size on the CPU: right samplers keep them, wrong ones break their own."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ if not torch.cuda.is_available():
 
 from treeconv import LawBroken, to_draft_trees
 from treeconv._gpu_checks import Sizes
+from treeconv._scale import random_batch
 from treeconv.backends.base import BackendTraits
 from treeconv.backends.eager import EagerBackend
 from treeconv.backends.reference import ReferenceBackend
 from treeconv.backends.sgl import SglBackend, SglKernels
+from treeconv.cuda_graph import CudaGraphRunner
 from treeconv.gpu_laws import GPU_LAWS, gpu_law_named
 from treeconv.tree import VerifyInput, VerifyOutput
 
 SMALL = Sizes.small()
 KERNELS = SglKernels(
-    "fake", {name: getattr(fake, name) for name in ("tree_speculative_sampling_target_only", "verify_tree_greedy")}
+    "fake",
+    {name: getattr(fake, name) for name in ("tree_speculative_sampling_target_only", "verify_tree_greedy")},
 )
 NAMES = [law.name for law in GPU_LAWS if law.subject in ("backend", "graph") and law.name != "sgl-agreement"]
 
@@ -48,7 +51,9 @@ def test_guarded_sgl_keeps(name):
     assert gpu_law_named(name).run(SglBackend(kernels=KERNELS), "cpu", SMALL) > 0
 
 
-@pytest.mark.parametrize("name", ["graph-replay", "covered-support", "duplicate-siblings", "poisoned-buffers"])
+@pytest.mark.parametrize(
+    "name", ["graph-replay", "covered-support", "duplicate-siblings", "poisoned-buffers"]
+)
 def test_raw_sgl_breaks(name):
     with pytest.raises(LawBroken, match=f"law broken: {name}"):
         gpu_law_named(name).run(SglBackend(raw=True, kernels=KERNELS), "cpu", SMALL)
@@ -104,11 +109,15 @@ def keeps_the_last_output(self, *call):
     old, self.old = getattr(self, "old", None), out
     if old is None or old.predicts.shape != out.predicts.shape:
         return out
-    return VerifyOutput(**{**vars(out), "predicts": torch.where(out.predicts < 0, old.predicts, out.predicts)})
+    return VerifyOutput(
+        **{**vars(out), "predicts": torch.where(out.predicts < 0, old.predicts, out.predicts)}
+    )
 
 
 def drops_a_bad_request_and_its_neighbour(self, batch, logits, temperature, coins, depth_cap):
-    logits = torch.where(logits.isnan().any(dim=2, keepdim=True).any(dim=1, keepdim=True).any(), torch.nan, logits)
+    logits = torch.where(
+        logits.isnan().any(dim=2, keepdim=True).any(dim=1, keepdim=True).any(), torch.nan, logits
+    )
     return self.right(batch, logits, temperature, coins, depth_cap)
 
 
@@ -132,8 +141,6 @@ def test_wrong_samplers_break(fault, name):
 
 
 def test_stale_coins_break_graph_coins(monkeypatch):
-    from treeconv.cuda_graph import CudaGraphRunner
-
     call = CudaGraphRunner._call
 
     def stale(self, size, *, draws):
@@ -157,8 +164,6 @@ def test_laws_say_where_they_do_not_apply():
 
 def test_padding_is_found_by_the_poison():
     """The slots that poisoned_buffers fills are exactly those behind the trees."""
-    from treeconv._scale import random_batch
-
     wide = random_batch(np.random.default_rng(0), 20, 6, 12, "cpu")
     batch: VerifyInput = wide.batch
     size = (batch.retrieve_next_token >= 0).sum(1) + (batch.retrieve_next_sibling >= 0).sum(1) + 1

@@ -172,7 +172,9 @@ def test_refuses_what_it_cannot_take():
     with pytest.raises(InvalidArgument, match=r"N=1025, but must be in \[1, 1024\]"):
         convert_tree(*[torch.zeros((1, 1025), dtype=torch.int64, device=DEVICE)] * 2)
     with pytest.raises(InvalidArgument, match=r"prefix_sum=None"):
-        convert_tree(parents, parents, prefix_lens=torch.tensor([4], device=DEVICE), mode=TreeMaskMode.FULL_MASK)
+        convert_tree(
+            parents, parents, prefix_lens=torch.tensor([4], device=DEVICE), mode=TreeMaskMode.FULL_MASK
+        )
     with pytest.raises(InvalidArgument, match=r"mode=7, but must be"):
         convert_tree(parents, parents, mode=7)
     small = convert_tree(parents, parents)

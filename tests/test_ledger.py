@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fuzz import findings
 from fuzz.findings import LEDGER, replay_device_case, stored_case
-
 from treeconv import InvalidArgument, LawBroken
 from treeconv.backends.base import BackendTraits
 from treeconv.backends.sgl import SglBackend, SglKernels

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from treeconv import oracle, to_draft_trees, verify
 from treeconv._scale import BAND, float64_law, float64_walk, random_batch, random_trees

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from treeconv._scale import WideBatch, float64_law, float64_walk, random_batch, random_trees
 from treeconv.backends.registry import get_backend
-from treeconv.convert import to_eagle, to_verify_input, tree_mask
+from treeconv.convert import to_verify_input
 from treeconv.cuda_graph import CudaGraphRunner
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.judge import Violation
-from treeconv.tree import Coins, DraftTree, RowStatus, TreeMaskMode, VerifyInput, VerifyOutput
+from treeconv.tree import Coins, DraftTree, RowStatus, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
     from treeconv.backends.base import Backend
@@ -65,14 +65,16 @@ def fresh(backend: Backend) -> Backend:
     return backend.fresh() if hasattr(backend, "fresh") else backend
 
 
-def _verify(backend: Backend, wide: WideBatch, depth_cap: int) -> VerifyOutput:
+def verify_wide(backend: Backend, wide: WideBatch, depth_cap: int) -> VerifyOutput:
     if backend.traits.takes_logits:
         return backend.verify(wide.batch, wide.logits, wide.temperature, wide.coins, depth_cap)
     law = float64_law(wide.logits, wide.temperature).float()
     return backend.verify_probs(wide.batch, law, wide.coins, depth_cap)
 
 
-def _hold(got: VerifyOutput, want: VerifyOutput, what: str, requests: torch.Tensor | None = None) -> None:
+def hold_outputs(
+    got: VerifyOutput, want: VerifyOutput, what: str, requests: torch.Tensor | None = None
+) -> None:
     """Raise where two outputs differ, in one of the requests if only some count."""
     B = len(want.status)
     for name in _OUTPUTS:
@@ -97,7 +99,7 @@ def float64_agreement(backend: Backend, device: torch.device, rng: np.random.Gen
     for _ in range(0, sizes.trees, sizes.chunk):
         wide = random_batch(rng, sizes.chunk, slots, vocab, device)
         walk = float64_walk(wide.batch, float64_law(wide.logits, wide.temperature), wide.coins, cap)
-        output = _verify(fresh(backend), wide, cap)
+        output = verify_wide(fresh(backend), wide, cap)
         wrong, inside = walk.disagreements(output, slots)
         left_out += int(inside.sum())
         if bool(wrong.any()):
@@ -112,7 +114,9 @@ def float64_agreement(backend: Backend, device: torch.device, rng: np.random.Gen
             )
     judged = -(-sizes.trees // sizes.chunk) * sizes.chunk
     if left_out > judged // 50:
-        raise Violation(0, f"{left_out} of {judged} trees inside the band", "under 2%, or the law says nothing")
+        raise Violation(
+            0, f"{left_out} of {judged} trees inside the band", "under 2%, or the law says nothing"
+        )
     return judged - left_out
 
 
@@ -129,8 +133,8 @@ def sgl_agreement(backend: Backend, device: torch.device, rng: np.random.Generat
     for _ in range(0, sizes.trees, sizes.chunk):
         wide = random_batch(rng, sizes.chunk, slots, vocab, device)
         walk = float64_walk(wide.batch, float64_law(wide.logits, wide.temperature), wide.coins, cap)
-        mine = _verify(fresh(backend), wide, cap)
-        other = _verify(fresh(theirs), wide, cap)
+        mine = verify_wide(fresh(backend), wide, cap)
+        other = verify_wide(fresh(theirs), wide, cap)
         clear = walk.disagreements(mine, slots)[1].logical_not()
         differs = (mine.accept_index != other.accept_index).any(dim=1) & clear
         if bool(differs.any()):
@@ -183,15 +187,15 @@ def graph_replay(backend: Backend, device: torch.device, rng: np.random.Generato
         wide = random_batch(rng, count, width, vocab, device)
         before = None
         if turn % 10 == 9 and count > 1 and backend.traits.reports_status:
-            before = _verify(fresh(backend), wide, runner.depth_cap)
+            before = verify_wide(fresh(backend), wide, runner.depth_cap)
             wide.logits[turn % count, 0] = (torch.nan, torch.inf, -torch.inf)[turn // 10 % 3]
         got = _replay(runner, wide, wide.coins)
-        want = _verify(fresh(backend), wide, runner.depth_cap)
-        _hold(got, want, f"replay {turn} ({count} requests of {width} slots)")
+        want = verify_wide(fresh(backend), wide, runner.depth_cap)
+        hold_outputs(got, want, f"replay {turn} ({count} requests of {width} slots)")
         judged += count
         if before is not None:
             others = torch.arange(count, device=device) != turn % count
-            _hold(got, before, f"replay {turn}, beside a request of unusable rows", others)
+            hold_outputs(got, before, f"replay {turn}, beside a request of unusable rows", others)
             if int(got.status[turn % count]) == RowStatus.OK:
                 raise Violation(turn % count, "status OK for an unusable root row", "NAN, POS_INF or EMPTY")
     return judged
@@ -204,13 +208,17 @@ def graph_coins(backend: Backend, device: torch.device, rng: np.random.Generator
 
     def drawn(seed: int) -> torch.Tensor:
         runner = _runner(backend, device, slots, vocab, torch.Generator(device).manual_seed(seed))
-        seen = []
+        seen: list[torch.Tensor] = []
         for _ in range(sizes.replays):
             got = _replay(runner, wide, None)
             coins = Coins(runner.coins.accept.clone(), runner.coins.final.clone())
             # The coins that the runner shows are those that decided.
             if len(seen) % 25 == 0:
-                _hold(got, _verify(fresh(backend), replace(wide, coins=coins), runner.depth_cap), "the replay's coins")
+                hold_outputs(
+                    got,
+                    verify_wide(fresh(backend), replace(wide, coins=coins), runner.depth_cap),
+                    "the replay's coins",
+                )
             seen.append(torch.cat([coins.accept, coins.final[:, None]], dim=1).reshape(-1))
         return torch.stack(seen)
 
@@ -229,7 +237,9 @@ def graph_coins(backend: Backend, device: torch.device, rng: np.random.Generator
     }
     for what, deviations in figures.items():
         if abs(deviations) > 6.5:
-            raise Violation(0, f"{what}: {deviations:+.1f} standard deviations", "within 6.5, as fresh coins are")
+            raise Violation(
+                0, f"{what}: {deviations:+.1f} standard deviations", "within 6.5, as fresh coins are"
+            )
     if not torch.equal(coins, drawn(11)):
         raise Violation(0, "the same seed drew other coins", "the same sequence")
     return sizes.replays
@@ -250,17 +260,19 @@ def poisoned_buffers(backend: Backend, device: torch.device, rng: np.random.Gene
     slots, vocab, judged = 12, 500, 0
     for _ in range(max(4, sizes.replays // 15)):
         wide = random_batch(rng, 24, slots, vocab, device)
-        want = _verify(fresh(backend), wide, 6)
+        want = verify_wide(fresh(backend), wide, 6)
         coins = Coins(wide.coins.accept.clone(), wide.coins.final)
         rubbish = replace(wide, logits=wide.logits.clone(), coins=coins)
-        size = (wide.batch.retrieve_next_token >= 0).sum(1) + (wide.batch.retrieve_next_sibling >= 0).sum(1) + 1
+        size = (
+            (wide.batch.retrieve_next_token >= 0).sum(1) + (wide.batch.retrieve_next_sibling >= 0).sum(1) + 1
+        )
         padding = torch.arange(slots, device=device) >= size[:, None]
         rubbish.logits[padding] = torch.nan
         coins.accept[padding] = 0.125
         # Another call leaves its own results and scratch behind; then the allocator's memory is poisoned.
-        _verify(backend, random_batch(rng, 24, slots, vocab, device), 6)
+        verify_wide(backend, random_batch(rng, 24, slots, vocab, device), 6)
         _poison_memory(device)
-        _hold(_verify(backend, rubbish, 6), want, "after poisoning")
+        hold_outputs(verify_wide(backend, rubbish, 6), want, "after poisoning")
         judged += 24
         if device.type == "cpu" or backend.traits.graph_safe:
             runner = _runner(backend, device, slots, vocab)
@@ -269,7 +281,9 @@ def poisoned_buffers(backend: Backend, device: torch.device, rng: np.random.Gene
             runner.rows.fill_(torch.nan)
             few = rubbish.take(range(5))
             got = _replay(runner, few, few.coins)
-            _hold(got, _verify(fresh(backend), few, 6), "in a graph, over poisoned outputs and rows")
+            hold_outputs(
+                got, verify_wide(fresh(backend), few, 6), "in a graph, over poisoned outputs and rows"
+            )
             judged += 5
     return judged
 
@@ -277,7 +291,7 @@ def poisoned_buffers(backend: Backend, device: torch.device, rng: np.random.Gene
 def _peaked(
     rng: np.random.Generator, B: int, N: int, V: int, device: torch.device
 ) -> tuple[VerifyInput, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Trees, the one token each row has its mass on ``[B, N]``, and the path and bonus that follow from it."""
+    """Trees, the one token each row has its mass on ``[B, N]``, and the path and bonus that follow."""
     parents, tokens, sizes = random_trees(rng, B, N, V)
     peaks = rng.integers(0, V, (B, N))
     for node in range(N - 1, 0, -1):  # some rows peak at a child: the lowest such node stands
@@ -289,7 +303,9 @@ def _peaked(
         while node >= 0:
             path[b, length] = node
             bonus[b] = peaks[b, node]
-            kids = np.flatnonzero((parents[b] == node) & (tokens[b] == peaks[b, node]) & (np.arange(N) < sizes[b]))
+            kids = np.flatnonzero(
+                (parents[b] == node) & (tokens[b] == peaks[b, node]) & (np.arange(N) < sizes[b])
+            )
             node, length = (int(kids[0]) if kids.size else -1), length + 1
     trees = [DraftTree(tuple(p[:n].tolist()), tuple(t[:n].tolist())) for p, t, n in zip(parents, tokens, sizes, strict=True)]  # noqa: E501  # fmt: skip
     put = [torch.from_numpy(array).to(device) for array in (peaks, path, bonus)]
@@ -339,7 +355,7 @@ def large_offsets(backend: Backend, device: torch.device, rng: np.random.Generat
                 f"flat indices {output.accept_index[first].tolist()[: int(length[first]) + 1]}, then token"
                 f" {int(drawn[first])}",
                 f"{flat[first, : int(length[first])].tolist()}, then {int(bonus[first])}",
-                f"{int(differs.sum())} of {B} requests of {N} x {V}, from request {first} on; its rows begin at"
+                f"{int(differs.sum())} of {B} requests of {N} x {V}, from request {first} on; its rows start at"
                 f" element {first * N * V}",
             )
         judged += B
@@ -356,7 +372,7 @@ def covered_support(backend: Backend, device: torch.device, rng: np.random.Gener
         logits = wide.logits.repeat(1, vocab + 1, 1)
         coins = Coins(torch.full((count, vocab + 1), 1 - 2.0**-24, device=device), wide.coins.final)
         batch = to_verify_input([tree] * count, device=device)
-        output = _verify(fresh(backend), WideBatch(batch, logits, wide.temperature, coins), 2)
+        output = verify_wide(fresh(backend), WideBatch(batch, logits, wide.temperature, coins), 2)
         none = output.accept_token_num < 1
         if bool(none.any()):
             first = int(none.int().argmax())
@@ -376,13 +392,13 @@ def wide_invariance(backend: Backend, device: torch.device, rng: np.random.Gener
     wide = random_batch(
         rng, B, N, V, device, dtype=torch.bfloat16, temperatures=(0.0, 0.3, 0.8, 1.0), favoured=22.0
     )
-    together = _verify(backend, wide, 12)
+    together = verify_wide(backend, wide, 12)
     judged = 0
     order = torch.arange(B - 1, -1, -1, device=device)
     groups = [order, torch.arange(min(16, B), device=device), torch.arange(2, min(6, B), device=device)]
     groups += [torch.tensor([b], device=device) for b in (0, B // 2, B - 1)]
     for group in groups:
-        output = _verify(backend, wide.take(group), 12)
+        output = verify_wide(backend, wide.take(group), 12)
         base = (N * (group - torch.arange(len(group), device=device)))[:, None]
         moved = torch.where(output.accept_index >= 0, output.accept_index + base.int(), -1)
         want = VerifyOutput(
@@ -391,7 +407,7 @@ def wide_invariance(backend: Backend, device: torch.device, rng: np.random.Gener
             together.predicts.view(B, N)[group].reshape(-1),
             together.status[group],
         )
-        _hold(replace(output, accept_index=moved), want, f"in a batch of {len(group)}")
+        hold_outputs(replace(output, accept_index=moved), want, f"in a batch of {len(group)}")
         judged += len(group)
     return judged
 
@@ -401,99 +417,8 @@ def wide_determinism(backend: Backend, device: torch.device, rng: np.random.Gene
     wide = random_batch(
         rng, 16, sizes.wide_slots, sizes.wide_vocab, device, dtype=torch.bfloat16, favoured=14.0
     )
-    first = _verify(fresh(backend), wide, 12)
+    first = verify_wide(fresh(backend), wide, 12)
     first = VerifyOutput(*(getattr(first, field.name).clone() for field in fields(first)))
     for repeat in range(19):
-        _hold(_verify(fresh(backend), wide, 12), first, f"call {repeat + 2}")
+        hold_outputs(verify_wide(fresh(backend), wide, 12), first, f"call {repeat + 2}")
     return 19
-
-
-def duplicate_siblings(backend: Any, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
-    """B13: siblings 1 and 2 both carry token 1; its mass .3 must not be accepted twice."""
-    del rng, sizes
-    batch = to_verify_input([DraftTree((-1, 0, 0), (9, 1, 2))], device=device)
-    twins = replace(batch, candidates=torch.tensor([[9, 1, 1]], device=device))
-    probs = torch.tensor([[[0.2, 0.3, 0.4, 0.1]] * 3], device=device)
-    coins = Coins(torch.full((1, 3), 0.45, device=device), torch.full((1,), 0.5, device=device))
-    try:
-        output = backend.verify_probs(twins, probs, coins, 2)
-    except InvalidArgument:
-        return 1
-    if int(output.accept_token_num[0]):
-        raise Violation(
-            0,
-            f"accepts node {int(output.accept_index[0, 1])} at coin 0.45: P(token 1) = 0.6",
-            "InvalidTree, or none accepted: P(token 1) = 0.3",
-            "the twin's mass is added a second time",
-        )
-    return 1
-
-
-def greedy_operator(backend: Any, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
-    """``verify_greedy`` and ``verify`` at T = 0."""
-    judged = 0
-    for _ in range(4):
-        wide = random_batch(rng, min(sizes.chunk, 1024), 12, 64, device, temperatures=(0.0,), favoured=6.0)
-        _hold(backend.verify_greedy(wide.batch, wide.logits, 9), _verify(fresh(backend), wide, 9), "verify_tree_greedy")
-        judged += len(wide.temperature)
-    return judged
-
-
-def sgl_build_tree(backend: Any, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
-    """SGLang's builder and the CPU converter on trees of one size."""
-    del sizes
-    judged = 0
-    for slots in (2, 8, 13, 31):
-        parents, tokens, _ = random_trees(rng, 6, slots, 64)
-        parents[:, 1:] = np.maximum(parents[:, 1:], 0)
-        tokens = np.array([rng.permutation(64)[:slots] for _ in range(6)])
-        trees = [DraftTree(tuple(p.tolist()), tuple(t.tolist())) for p, t in zip(parents, tokens, strict=True)]
-        prefixes = rng.integers(0, 40, 6).tolist()
-        want = to_verify_input(trees, slots, prefixes)
-        prefix_lens = torch.tensor(prefixes, device=device)
-        for mode in (TreeMaskMode.FULL_MASK, TreeMaskMode.QLEN_ONLY):
-            got, mask = backend.build_tree(to_eagle(trees), prefix_lens, sum(prefixes), mode)
-            for field in fields(want):
-                if not torch.equal(getattr(got, field.name).cpu(), getattr(want, field.name)):
-                    raise Violation(0, f"{field.name} differs for {slots} nodes", "the converter's")
-            if not torch.equal(mask.cpu(), tree_mask(want, mode).reshape(-1)):
-                raise Violation(0, f"{mode.name} differs for {slots} nodes", "the converter's")
-            judged += 6
-    return judged
-
-
-def device_converter(backend: None, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
-    """Random batches in every mode, over poisoned outputs; on CUDA a captured conversion too."""
-    del backend
-    from treeconv.kernels.convert_tree import convert_tree  # noqa: PLC0415  (triton is optional)
-
-    judged = 0
-    shapes = [(sizes.wide_batch, 64), (3, 7), (33, 16), (5, 33)] + ([(4, 1024)] if device.type == "cuda" else [])
-    for B, N in shapes:
-        for mode in (None, *TreeMaskMode):
-            parents, tokens, counts = random_trees(rng, B, N, max(4 * N, 64))
-            prefixes = rng.integers(0, 300, B)
-            trees = [DraftTree(tuple(p[:n].tolist()), tuple(t[:n].tolist())) for p, t, n in zip(parents, tokens, counts, strict=True)]  # noqa: E501  # fmt: skip
-            put = [torch.from_numpy(array).to(device) for array in (parents, tokens, counts, prefixes)]
-            made = convert_tree(*put, mode=mode, prefix_sum=int(prefixes.sum()))
-            for tensor in (made.batch.positions, made.batch.retrieve_next_token, made.batch.retrieve_next_sibling):
-                tensor.fill_(-77)
-            if made.mask is not None:
-                made.mask.view(torch.uint8).fill_(0x5A)
-            if device.type == "cuda":
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    convert_tree(*put, mode=mode, prefix_sum=int(prefixes.sum()), out=made)
-                graph.replay()
-            else:
-                convert_tree(*put, mode=mode, prefix_sum=int(prefixes.sum()), out=made)
-            want = to_verify_input(trees, N, prefixes.tolist())
-            for field in fields(want):
-                if not torch.equal(getattr(made.batch, field.name).cpu(), getattr(want, field.name)):
-                    raise Violation(0, f"{field.name} differs, {B} x {N}, {mode!r}", "the CPU converter's")
-            if mode is not None and made.mask is not None:
-                mask = tree_mask(want, mode)
-                if not torch.equal(made.mask.cpu().view(torch.uint8), mask.view(torch.uint8)):
-                    raise Violation(0, f"{mode.name} differs, {B} x {N}", "the CPU converter's")
-            judged += B
-    return judged

@@ -1,4 +1,4 @@
-"""Thousands of trees at once on a device: random batches, and the walk decided in float64 with its margins."""
+"""Thousands of trees at once on a device: random batches, and the walk in float64 with its margins."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Walk64:
 
 
 def float64_law(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """``[B, N, V]`` float64 softmax at each request's temperature; 0 is one-hot at the lowest-index argmax."""
+    """``[B, N, V]`` float64 softmax at each request's temperature; 0 is one-hot, lowest-index argmax."""
     values = logits.double()
     greedy = (temperature == 0)[:, None, None]
     divisor = torch.where(greedy, 1.0, temperature[:, None, None].double())

@@ -1,11 +1,11 @@
-"""``treeconv bench``: the deployed path, ``eager`` and ``triton`` side by side, against the bytes that must move.
+"""``treeconv bench``: the deployed path, ``eager`` and ``triton`` side by side, against the bytes to move.
 
-*Deployed* is what a serving engine runs today: logits to float32, divided by the temperature, softmax of every
-row, a zeroed scratch tensor of the same size, ``sgl_kernel``; at T = 0 the argmax of every row and
+*Deployed* is what a serving engine runs today: logits to float32, divided by the temperature, softmax of
+every row, a zeroed scratch tensor of the same size, ``sgl_kernel``; at T = 0 the argmax of every row and
 ``verify_tree_greedy``. Times are medians over replays of CUDA graphs between CUDA events (``eager`` waits for
-the device and is called plainly); inputs are rotated so that few requests do not sit in the cache. The *bound*
-is the rows that the walks really visited, read once at the rate of a copy measured in the same run; the
-*limit* is the project's target, 12 us + 2 x bound.
+the device and is called plainly); inputs are rotated so that few requests do not sit in the cache. The
+*bound* is the rows that the walks really visited, read once at the rate of a copy measured in the same run;
+the *limit* is the project's target, 12 us + 2 x bound.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from treeconv.backends.registry import get_backend
+from treeconv.bench_report import BenchReport, BenchRow, format_table, save_plot
 from treeconv.convert import to_verify_input
 from treeconv.draft import build_draft_tree
 from treeconv.errors import BackendUnavailable, InvalidArgument
@@ -27,7 +29,6 @@ from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from treeconv.tree import DraftTree
 
@@ -62,68 +63,6 @@ class BenchGrid:
         """``(N, B, V)``, the project's headline shape (64 nodes, the largest vocabulary) first."""
         cells = itertools.product(self.num_draft_tokens, self.batch_sizes, self.vocab_sizes)
         return iter(sorted(cells, key=lambda cell: (cell[0] != 64, -cell[2], cell[0], cell[1])))
-
-
-@dataclass(frozen=True)
-class BenchRow:
-    """One figure.
-
-    Args:
-        path: "deployed", "eager" or "triton".
-
-        median_us: of one call; ``spread_us`` is the range of the middle half of the rounds.
-
-        visited: rows visited per request, mean.
-
-        bound_us, limit_us: see the module.
-
-        extra_mb: device memory that one call takes besides its inputs, at its peak.
-
-        in_graph: whether graph replays were timed.
-
-        note: what is special about the figure.
-    """
-
-    num_draft_tokens: int
-    batch_size: int
-    vocab_size: int
-    temperature: float
-    path: str
-    median_us: float
-    spread_us: float
-    visited: float
-    bound_us: float
-    limit_us: float
-    extra_mb: float
-    in_graph: bool = True
-    note: str = ""
-
-
-@dataclass
-class BenchReport:
-    """Everything one run measured.
-
-    Args:
-        device: the card's name.
-
-        copy_tb_s: bytes read plus written by a large device-to-device copy, in 10**12 a second.
-
-        rows: the figures.
-
-        converter: the device converter's: what -> microseconds, 128 trees of 64 nodes.
-
-        skipped: ``[shape, why]`` of what was left out.
-    """
-
-    device: str
-    copy_tb_s: float
-    rows: list[BenchRow] = field(default_factory=list)
-    converter: dict[str, float] = field(default_factory=dict)
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -238,13 +177,13 @@ def _event_times(calls: Sequence[Callable[[], object]], measure_ms: float) -> li
     torch.cuda.synchronize()
 
     def timed(count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         for index in range(count):
             calls[index % len(calls)]()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1000 / count
+        return float(start.elapsed_time(end)) * 1000 / count
 
     first = timed(len(calls))
     per_round = max(len(calls), min(200, int(measure_ms * 1000 / 7 / max(first, 1.0))))
@@ -252,7 +191,7 @@ def _event_times(calls: Sequence[Callable[[], object]], measure_ms: float) -> li
 
 
 def _capture(call: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
@@ -379,12 +318,12 @@ def _measure(
         pool = torch.cuda.graph_pool_handle()
         outs = [_empty_output(function, result) for result in results]
         graphs = [
-            _capture(lambda each=each, out=out: each.call(_with(function, out), temperatures), pool)
+            _capture(partial(each.call, _with(function, out), temperatures), pool)
             for each, out in zip(inputs, outs, strict=True)
         ]
         calls = [graph.replay for graph in graphs]
     else:
-        calls = [lambda each=each: each.call(function, temperatures) for each in inputs]
+        calls = [partial(each.call, function, temperatures) for each in inputs]
         note = "plain calls: it waits for the device"
     times = sorted(_event_times(calls, grid.measure_ms))
     bound = 0.0 if path == "deployed" and not deployed.has_kernel else visited * B * V * 2 / copy_tb_s / 1e6
@@ -441,79 +380,3 @@ def bench_converter(device: torch.device) -> dict[str, float]:
             name += f", prefix {prefix}"
         figures[name] = statistics.median(_event_times([graph.replay], 10.0))
     return figures
-
-
-def format_table(report: BenchReport) -> str:
-    """The figures as text, one shape and temperature a line."""
-    lines = [f"{report.device}, copies at {report.copy_tb_s:.2f} TB/s (read + written); times in us"]
-    if report.converter:
-        parts = ", ".join(f"{name}: {us:.1f}" for name, us in report.converter.items())
-        lines.append(f"device converter, 128 trees x 64 nodes: {parts}")
-    lines.append(
-        f"{'N':>4} {'B':>4} {'V':>7} {'T':>4} {'rows':>5} {'deployed':>9} {'eager':>9} {'triton':>8}"
-        f" {'x':>6} {'bound':>7} {'limit':>7}  {'extra MB deployed / triton':>26}"
-    )
-    cells: dict[tuple[int, int, int, float], dict[str, BenchRow]] = {}
-    for row in report.rows:
-        key = (row.num_draft_tokens, row.batch_size, row.vocab_size, row.temperature)
-        cells.setdefault(key, {})[row.path] = row
-    for (N, B, V, T), found in cells.items():
-        us = {path: f"{row.median_us:.1f}" for path, row in found.items()}
-        best = found.get("triton") or next(iter(found.values()))
-        gain = ""
-        if "triton" in found and "deployed" in found:
-            gain = f"{found['deployed'].median_us / found['triton'].median_us:.0f}x"
-        extra = " / ".join(f"{found[p].extra_mb:.1f}" if p in found else "-" for p in ("deployed", "triton"))
-        over = " *" if "triton" in found and best.median_us > best.limit_us else ""
-        lines.append(
-            f"{N:>4} {B:>4} {V:>7} {T:>4} {best.visited:>5.1f} {us.get('deployed', '-'):>9}"
-            f" {us.get('eager', '-'):>9} {us.get('triton', '-'):>8} {gain:>6} {best.bound_us:>7.2f}"
-            f" {best.limit_us:>7.1f}  {extra:>26}{over}"
-        )
-    notes = sorted({f"{row.path}: {row.note}" for row in report.rows if row.note})
-    lines += ["* over the limit of 12 us + 2 x bound", *notes]
-    for why in dict.fromkeys(why for _, why in report.skipped):
-        shapes = [shape for shape, reason in report.skipped if reason == why]
-        lines.append(f"left out: {', '.join(shapes)}: {why}")
-    return "\n".join(lines)
-
-
-def save_plot(report: BenchReport, path: str | Path, num_draft_tokens: int = 64) -> None:
-    """A PNG: microseconds over requests, a panel per vocabulary.
-
-    Raises:
-        BackendUnavailable: matplotlib is not installed, or no figure has that many nodes.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise BackendUnavailable(f"the plot needs matplotlib: {error}") from error
-    rows = [row for row in report.rows if row.num_draft_tokens == num_draft_tokens]
-    sampled = sorted({row.temperature for row in rows if row.temperature > 0})
-    vocabs = sorted({row.vocab_size for row in rows})
-    if not vocabs:
-        raise BackendUnavailable(f"num_draft_tokens={num_draft_tokens}, but nothing was measured there")
-    temperature = sampled[0] if sampled else 0.0
-    figure = Figure(figsize=(4.2 * len(vocabs), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axis, vocab in zip(np.atleast_1d(figure.subplots(1, len(vocabs), sharey=True)), vocabs, strict=True):
-        here = [row for row in rows if row.vocab_size == vocab and row.temperature == temperature]
-        for name in ("deployed", "eager", "triton"):
-            line = sorted((row.batch_size, row.median_us) for row in here if row.path == name)
-            if line:
-                axis.plot(*zip(*line, strict=True), marker="o", label=name)
-        own = sorted((row.batch_size, row.bound_us, row.limit_us) for row in here if row.path == "triton")
-        if own:
-            sizes, bounds, limits = zip(*own, strict=True)
-            axis.plot(sizes, bounds, color="grey", linestyle=":", label="bytes bound")
-            axis.plot(sizes, limits, color="grey", linestyle="--", label="12 us + 2 x bound")
-        axis.set(xscale="log", yscale="log", xlabel="requests", title=f"vocabulary {vocab}")
-        axis.set_xticks(sorted({row.batch_size for row in here}))
-        axis.xaxis.set_major_formatter("{x:.0f}")
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("us per call")
-    figure.axes[0].legend()
-    figure.suptitle(f"{report.device}: {num_draft_tokens} nodes, bf16 logits, T = {temperature}")
-    figure.savefig(path, dpi=110)

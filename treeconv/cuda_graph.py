@@ -12,6 +12,7 @@ made single roots, and no result of theirs is handed out.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -98,15 +99,17 @@ class CudaGraphRunner:
         self._takes_probs = interface == "probs"
         traits = self.backend.traits
         if not (traits.takes_probs if self._takes_probs else traits.takes_logits):
-            raise InvalidArgument(f"interface={interface!r}, but backend {self.backend.name!r} does not take that")
+            raise InvalidArgument(
+                f"interface={interface!r}, but backend {self.backend.name!r} does not take that"
+            )
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
                 raise BackendUnavailable(f"device={self.device}, but no CUDA device is here")
             self.device = torch.empty(0, device=self.device).device  # with its index
             if not traits.graph_safe:
                 raise InvalidArgument(
-                    f"backend={self.backend.name!r}, but must be graph_safe: it waits for the device, which no"
-                    " graph can hold"
+                    f"backend={self.backend.name!r}, but must be graph_safe: it waits for the device, which"
+                    " no graph can hold"
                 )
         if generator is None:
             generator = torch.Generator(device=self.device)
@@ -155,18 +158,20 @@ class CudaGraphRunner:
 
     @property
     def coins(self) -> Coins:
-        """The coins of the last replay: static tensors, ``[max(batch_sizes), N]`` and ``[max(batch_sizes)]``."""
+        """The coins of the last replay, static tensors: ``[max(batch_sizes), N]``, ``[max(batch_sizes)]``."""
         return self._coins
 
     def bucket(self, batch_size: int) -> int | None:
         """The captured batch size that a batch of this size runs in, or None if it is too large."""
         return next((size for size in self.batch_sizes if size >= batch_size), None)
 
-    def can_run(self, batch: VerifyInput, rows: torch.Tensor | None = None, depth_cap: int | None = None) -> bool:
-        """Whether :meth:`replay` takes this batch: no more requests or slots than captured, the same V, dtype,
-        device and depth cap.
+    def can_run(
+        self, batch: VerifyInput, rows: torch.Tensor | None = None, depth_cap: int | None = None
+    ) -> bool:
+        """Whether :meth:`replay` takes this batch.
 
-        Compares requests with requests: a batch of 2 trees of 5 nodes needs a bucket of 2, not of 10.
+        No more requests or slots than captured; the same V, dtype, device and depth cap. Compares requests
+        with requests: a batch of 2 trees of 5 nodes needs a bucket of 2, not of 10.
         """
         return self._why_not(batch, rows, depth_cap) is None
 
@@ -174,7 +179,7 @@ class CudaGraphRunner:
         B, N = batch.candidates.shape
         if self.bucket(B) is None:
             return f"batch_size={B}, but must be <= {self.batch_sizes[-1]}, the largest captured"
-        if N > self.num_draft_tokens:
+        if self.num_draft_tokens < N:
             return f"num_draft_tokens={N}, but must be <= {self.num_draft_tokens}, as captured"
         if batch.device != self.device:
             return f"device={batch.device}, but must be {self.device}, as captured"
@@ -223,10 +228,10 @@ class CudaGraphRunner:
         if self.device.type != "cuda":
             for size in self.batch_sizes:
                 for draws in (False, True):
-                    self._graphs[size, draws] = lambda size=size, draws=draws: self._call(size, draws=draws)
+                    self._graphs[size, draws] = partial(self._call, size, draws=draws)
             return
         state = self._generator.get_state()
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         pool = None
         # The largest first: the others fit into the memory it laid out.
         for size in reversed(self.batch_sizes):
@@ -302,7 +307,7 @@ class CudaGraphRunner:
         return self._result(B, slots)
 
     def _load(self, batch: VerifyInput, size: int) -> None:
-        """The trees into the static buffers; what an earlier replay left in the rest of the bucket is cut off."""
+        """The trees into the static buffers; what an earlier replay left behind them is cut off."""
         B, slots = batch.candidates.shape
         self._trees.candidates[:B, :slots].copy_(batch.candidates)
         self._trees.positions[:B, :slots].copy_(batch.positions)

@@ -1,4 +1,4 @@
-"""Laws that need a device's width: graphs, large offsets, full vocabularies, a hundred thousand trees at once.
+"""Laws that need a device's width: graphs, large offsets, full vocabularies, 100,000 trees at once.
 
 They stand beside :mod:`treeconv.laws`, which judge small cases exactly. Here every decision of a large batch
 is held against a float64 walk on the device outside a stated band (:data:`treeconv._scale.BAND`), or against
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from treeconv import _gpu_checks as checks
+from treeconv import _gpu_sgl_checks as sgl_checks
 from treeconv.errors import LawBroken
 from treeconv.judge import Violation
 
@@ -62,9 +63,7 @@ class GpuLaw:
             return "about SGLang's own kernels"
         return None
 
-    def run(
-        self, backend: Backend | None, device: torch.device | str, sizes: Sizes, seed: int = 0
-    ) -> int:
+    def run(self, backend: Backend | None, device: torch.device | str, sizes: Sizes, seed: int = 0) -> int:
         """Judge a backend.
 
         Returns:
@@ -142,25 +141,25 @@ GPU_LAWS: tuple[GpuLaw, ...] = (
     GpuLaw(
         "duplicate-siblings",
         "two siblings with one token are refused, or their mass counts once",
-        checks.duplicate_siblings,
+        sgl_checks.duplicate_siblings,
         "sgl",
     ),
     GpuLaw(
         "greedy-operator",
         "verify_tree_greedy is the verifier at temperature 0",
-        checks.greedy_operator,
+        sgl_checks.greedy_operator,
         "sgl",
     ),
     GpuLaw(
         "sgl-build-tree",
         "build_tree_kernel_efficient gives the converter's layout, positions and masks",
-        checks.sgl_build_tree,
+        sgl_checks.sgl_build_tree,
         "sgl",
     ),
     GpuLaw(
         "device-converter",
         "layout, positions and all three masks equal the CPU converter's, bit for bit, in a graph too",
-        checks.device_converter,
+        sgl_checks.device_converter,
         "converter",
     ),
 )

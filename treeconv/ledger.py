@@ -119,9 +119,7 @@ class Ledger:
         """Whether a failure of this law on this backend is a known one; a new version needs its own entry."""
         return any(version in finding.versions for finding in self.about(law, backend))
 
-    def judge(
-        self, name: str, version: str | None, attempts: Mapping[str, Callable[[], object]]
-    ) -> Verdict:
+    def judge(self, name: str, version: str | None, attempts: Mapping[str, Callable[[], object]]) -> Verdict:
         """Run a finding's attempts; every one of them must break a law.
 
         Args:
@@ -155,5 +153,7 @@ class Ledger:
             return Verdict(finding, "found again", "\n".join(texts))
         where = f"{' and '.join(passed)} broke no law with {version}"
         if version in finding.versions:
-            return Verdict(finding, "unexpected pass", f"{where}: fixed, or no longer seen; look, then edit it")
+            return Verdict(
+                finding, "unexpected pass", f"{where}: fixed, or no longer seen; look, then edit it"
+            )
         return Verdict(finding, "absent in this version", where)

@@ -1,13 +1,13 @@
 """SGLang's own verification kernels behind the backend interface: the one file that knows their spellings.
 
-``tree_speculative_sampling_target_only``, ``verify_tree_greedy`` and ``build_tree_kernel_efficient`` come from
-the ``sglang-kernel`` wheel (module ``sgl_kernel``) up to 0.4.7, and from ``sglang`` itself after that;
+``tree_speculative_sampling_target_only``, ``verify_tree_greedy`` and ``build_tree_kernel_efficient`` come
+from the ``sglang-kernel`` wheel (module ``sgl_kernel``) up to 0.4.7, and from ``sglang`` itself after that;
 ``ci/fetch_sgl_kernel.sh`` gets the wheel.
 
 :class:`SglBackend` guards them. What the kernel does not check is refused; what it decides wrongly at the
-edge of a bucket is kept from it by moving the coin it is handed, never a probability. ``SglBackend(raw=True)``
-hands everything over as SGLang does: that is what the laws judge, and ``fuzz/findings.py`` lists what they
-found.
+edge of a bucket is kept from it by moving the coin it is handed, never a probability.
+``SglBackend(raw=True)`` hands everything over as SGLang does: that is what the laws judge, and
+``fuzz/findings.py`` lists what they found.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def load_sgl_kernels() -> SglKernels:
                 module = importlib.import_module(home)
                 functions[operator] = getattr(module, operator)
             except (ImportError, AttributeError, OSError, RuntimeError) as error:
-                reasons.append(f"{home}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}")
+                reasons.append(
+                    f"{home}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}"
+                )
                 continue
             if operator == "tree_speculative_sampling_target_only":
                 package = importlib.import_module(home.partition(".")[0])
