@@ -32,7 +32,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 BACKENDS = ("eager", "triton", "sgl")
-_TASK_LIMIT_S = 100.0
 ALONE = ("offsets-64-bit", "wide-batch-invariance", "wide-determinism")
 
 
@@ -262,7 +261,7 @@ class Worker:
             self._process = None
 
 
-def run_laws(max_examples: int, workers: int, only: str) -> list[dict[str, Any]]:
+def run_laws(max_examples: int, workers: int, only: str, task_limit_s: float) -> list[dict[str, Any]]:
     """Every law and finding. A check that hangs or loses the device takes no other with it."""
     shared, alone = (
         [task for task in tasks if re.search(only, " ".join(map(str, task.values())))]
@@ -271,7 +270,7 @@ def run_laws(max_examples: int, workers: int, only: str) -> list[dict[str, Any]]
     results: list[dict[str, Any]] = []
 
     def drain(tasks: queue.SimpleQueue[dict[str, Any]]) -> None:
-        worker = Worker(_TASK_LIMIT_S)
+        worker = Worker(task_limit_s)
         try:
             while True:
                 result = worker.run(tasks.get_nowait())
@@ -303,6 +302,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "ci" / "evidence"))
     parser.add_argument("--max-examples", type=int, default=60, help="generated cases a law")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)))
+    parser.add_argument("--task-seconds", type=float, default=100.0, help="a check that takes longer hangs")
     parser.add_argument("--bench-seconds", type=float, default=150.0)
     parser.add_argument("--only", default="", help="checks whose kind, law or backend matches this pattern")
     parser.add_argument("--skip", nargs="*", choices=("laws", "bench"), default=[])
@@ -319,7 +319,7 @@ def main() -> int:
     evidence: dict[str, Any] = {"environment": about}
     started = time.monotonic()
     if "laws" not in options.skip:
-        results = run_laws(options.max_examples, options.workers, options.only)
+        results = run_laws(options.max_examples, options.workers, options.only, options.task_seconds)
         ledger = [result for result in results if result["kind"] == "ledger"]
         evidence["laws"] = sorted(
             (result for result in results if result["kind"] != "ledger"),

@@ -101,7 +101,7 @@ LEDGER = Ledger(
             summary="draft_probs keeps rejected masses: uncleared in a graph, it masks those tokens for ever",
             source="sgl-project/sglang PR#12561 (B60): the caller must clear it inside the graph",
             sees="tokens that earlier replays rejected at a node are never drawn there again",
-            case="device/graph-replay-c282d031449d.json",
+            case="device/graph-replay-bbd1ee71ab5b.json",
         ),
     )
 )

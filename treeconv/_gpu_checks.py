@@ -355,8 +355,8 @@ def large_offsets(backend: Backend, device: torch.device, rng: np.random.Generat
                 f"flat indices {output.accept_index[first].tolist()[: int(length[first]) + 1]}, then token"
                 f" {int(drawn[first])}",
                 f"{flat[first, : int(length[first])].tolist()}, then {int(bonus[first])}",
-                f"{int(differs.sum())} of {B} requests of {N} x {V}, from request {first} on; its rows start at"
-                f" element {first * N * V}",
+                f"{int(differs.sum())} of {B} requests of {N} x {V}, from request {first} on; its rows"
+                f" start at element {first * N * V}",
             )
         judged += B
     return judged
