@@ -278,12 +278,13 @@ def run_bench(
             continue
         inputs = [_inputs(seed, B, N, V, device) for seed in range(sets)]
         for temperature in grid.temperatures:
+            decided: dict[str, torch.Tensor] = {}
             for path in paths:
                 reason = _fits(path, B, N, V, 0, device)
                 if reason:
                     report.skipped.append((f"{path} at {shape}", reason))
                     continue
-                row = _measure(path, inputs, temperature, grid, report.copy_tb_s, deployed, device)
+                row = _measure(path, inputs, temperature, grid, report.copy_tb_s, deployed, decided)
                 report.rows.append(row)
                 if on_row:
                     on_row(row)
@@ -298,9 +299,11 @@ def _measure(
     grid: BenchGrid,
     copy_tb_s: float,
     deployed: _Deployed,
-    device: torch.device,
+    decided: dict[str, torch.Tensor],
 ) -> BenchRow:
+    """One figure; ``decided`` takes the path's decisions on the first inputs, beside the earlier paths'."""
     B, N, V = inputs[0].logits.shape
+    device = inputs[0].logits.device
     temperatures = torch.full((B,), temperature, device=device)
     note, in_graph = "", path != "eager"
     function: Callable[..., VerifyOutput]
@@ -313,6 +316,10 @@ def _measure(
     extra = _extra_bytes(lambda: inputs[0].call(function, temperatures), device)
     results = [each.call(function, temperatures) for each in inputs]
     visited = statistics.mean(float(result.accept_token_num.float().mean()) + 1 for result in results)
+    decided[path] = results[0].accept_index
+    same = None
+    if path != "deployed" and "deployed" in decided and deployed.has_kernel:
+        same = float((decided[path] == decided["deployed"]).all(dim=1).float().mean())
     calls: list[Callable[[], object]]
     if in_graph:
         pool = torch.cuda.graph_pool_handle()
@@ -339,6 +346,7 @@ def _measure(
         bound_us=bound,
         limit_us=_LIMIT_US + 2 * bound,
         extra_mb=extra / 1e6,
+        same_as_deployed=same,
         in_graph=in_graph,
         note=note,
     )

@@ -28,6 +28,9 @@ class BenchRow:
 
         extra_mb: device memory that one call takes besides its inputs, at its peak.
 
+        same_as_deployed: the share of requests that accept what sgl_kernel accepts; None where it is not
+            here. Coins within float32's rounding of a boundary may differ.
+
         in_graph: whether graph replays were timed.
 
         note: what is special about the figure.
@@ -44,6 +47,7 @@ class BenchRow:
     bound_us: float
     limit_us: float
     extra_mb: float
+    same_as_deployed: float | None = None
     in_graph: bool = True
     note: str = ""
 
@@ -103,6 +107,9 @@ def format_table(report: BenchReport) -> str:
             f" {best.limit_us:>7.1f}  {extra:>26}{over}"
         )
     notes = sorted({f"{row.path}: {row.note}" for row in report.rows if row.note})
+    shares = [row.same_as_deployed for row in report.rows if row.same_as_deployed is not None]
+    if shares:
+        lines.append(f"accepts what deployed accepts: {min(shares):.2%} of requests at least, in every shape")
     lines += ["* over the limit of 12 us + 2 x bound", *notes]
     for why in dict.fromkeys(why for _, why in report.skipped):
         shapes = [shape for shape, reason in report.skipped if reason == why]
