@@ -50,12 +50,18 @@ def get_backend(name: str | Backend) -> Backend:
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
-    except AttributeError:
+    except AttributeError as error:
+        if getattr(error, "name", None) != attribute:
+            raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
         raise BackendUnavailable(f"backend={name!r}: module {module_name} has no {attribute}") from None
+    except Exception as error:  # a stranger's module may raise anything while it is imported
+        raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
     if isinstance(found, type) or (not isinstance(found, Backend) and _is_factory(found)):
         found = found()
+    if not isinstance(found, Backend) and not callable(found):
+        raise BackendUnavailable(
+            f"backend={name!r} is a {type(found).__name__}, but must be a backend or a function"
+        )
     _loaded[name] = found if isinstance(found, Backend) else FunctionBackend(found, name)
     return _loaded[name]
 
