@@ -19,10 +19,11 @@ from treeconv import (
     LawBroken,
     to_verify_input,
 )
-from treeconv.backends import sgl
+from treeconv.backends import registry, sgl
 from treeconv.backends.sgl import SglBackend, SglKernels, load_sgl_kernels
 from treeconv.laws import BACKEND_LAWS, law_named
 from treeconv.strategies import cases_for
+from treeconv.suite import select_backends
 from treeconv.tree import RowStatus
 
 KERNELS = SglKernels(
@@ -180,3 +181,12 @@ def test_says_why_it_is_not_here(monkeypatch):
             monkeypatch.setitem(sys.modules, home, None)
     with pytest.raises(BackendUnavailable, match=r"fetch_sgl_kernel.sh.*sgl_kernel:"):
         SglBackend()
+
+
+def test_raw_is_not_judged_unless_asked_for(monkeypatch):
+    """`treeconv verify --device cuda` judges what is offered for use; the raw kernel is there to be found out."""
+    monkeypatch.setattr(registry, "_loaded", {"sgl-raw": SglBackend(raw=True, kernels=KERNELS)})
+    chosen, reasons = select_backends([], "cuda")
+    assert "sgl-raw" not in [backend.name for backend in chosen]
+    assert "by name" in reasons["sgl-raw"]
+    assert [backend.name for backend in select_backends(["sgl-raw"], "cuda")[0]] == ["sgl-raw"]
