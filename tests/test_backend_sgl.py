@@ -184,7 +184,7 @@ def test_says_why_it_is_not_here(monkeypatch):
 
 
 def test_raw_is_not_judged_unless_asked_for(monkeypatch):
-    """`treeconv verify --device cuda` judges what is offered for use; the raw kernel is there to be found out."""
+    """`treeconv verify --device cuda` judges what is offered for use."""
     monkeypatch.setattr(registry, "_loaded", {"sgl-raw": SglBackend(raw=True, kernels=KERNELS)})
     chosen, reasons = select_backends([], "cuda")
     assert "sgl-raw" not in [backend.name for backend in chosen]
