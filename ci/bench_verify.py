@@ -119,7 +119,6 @@ def main() -> None:
     parser.add_argument("--json", default="")
     parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,warps,registers,warps per multiprocessor")
     options = parser.parse_args()
-    kernel.Workspace.words_needed *= 4 if options.tune else 1
     backend = TritonBackend()
     sweep = {}
     for part in options.sweep.split():
@@ -139,7 +138,7 @@ def main() -> None:
                 chunk, warps, kernel._REGISTERS, kernel._WARPS_PER_SM = map(int, tune.split(","))
                 kernel._chunk_size = lambda _, chunk=chunk: chunk
                 kernel._warps = lambda _, warps=warps: warps
-                kernel._CHUNKS = max(32, 1 << (-(-options.vocab // chunk) - 1).bit_length())
+                kernel._CHUNKS = 64
             captured = [capture(backend, inputs, plan) for inputs in sets]
             us = time_graphs([graph for graph, _ in captured])
             visited = statistics.mean((out.accept_token_num.float().mean() + 1).item() for _, out in captured)

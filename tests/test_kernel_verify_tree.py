@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from treeconv.backends.triton import TritonBackend
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels import verify_tree as kernel
-from treeconv.kernels.verify_tree import LaunchPlan
+from treeconv.kernels.verify_tree import AHEAD_BATCH, AHEAD_ROWS, MAX_BATCH, LaunchPlan
 from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -583,7 +583,8 @@ def test_plans_fit_the_device(N, V):
             warps = kernel._warps(kernel._chunk_size(V))
             assert plan.programs == 1 or B * plan.programs * warps <= kernel._WARPS_PER_SM * sms
             assert 0 <= plan.read_ahead <= N
-            assert 3 * kernel._CHUNKS * B * (plan.read_ahead + 2) <= kernel.Workspace.words_needed
+            assert plan.read_ahead <= AHEAD_ROWS
+            assert plan.read_ahead == 0 or B <= AHEAD_BATCH
             assert kernel.launch_plan(B, N, V, sms) == plan
     assert V <= kernel._CHUNKS * kernel._chunk_size(V)
 
@@ -626,16 +627,13 @@ def test_any_number_of_programs_gives_the_same_bits(backend, V):
     batch, rows, T, coins = big_batch(V, B, N, V)
     probs = torch.softmax(rows.float(), -1)
     chunks = -(-V // kernel._chunk_size(V))
-    lanes = kernel._CHUNKS
     for temperature, given in ((T, rows), (None, probs)):
         seen = None
-        for P, W in ((1, 1), (1, 4), (2, 1), (3, 2), (7, 20), (16, 1), (40, 5), (64, 8), (170, 20), (None, None)):
+        for P, W in ((1, 1), (1, 4), (2, 1), (3, 2), (7, 16), (16, 1), (40, 5), (64, 8), (64, 16), (3, 0), (64, 0), (None, None)):
             plan = None if P is None else LaunchPlan(P, W)
             out = lists(run(backend, batch, given, temperature, coins, 8, plan))
-            W = W or kernel.launch_plan(B, N, V, torch.cuda.get_device_properties(0).multi_processor_count).read_ahead
-            words = backend._workspace(torch.device("cuda", 0)).words.view(-1)
-            roots = torch.stack([words[b * W * 3 * lanes :][: 3 * lanes].view(3, lanes) for b in range(B)])
-            triples = (roots[:, :, :chunks] >> 32).tolist()
+            roots = backend._workspace(torch.device("cuda", 0)).words[2 * MAX_BATCH :: AHEAD_ROWS][:B]
+            triples = (roots[:, :, :chunks] >> 32).tolist() if W else seen[1]
             seen = seen or (out, triples)
             assert out == seen[0], plan
             assert triples == seen[1], plan
@@ -722,7 +720,7 @@ def test_offsets_past_32_bits(backend):
     tail = torch.arange(B, device=DEVICE) * 381 % V
     rows[torch.arange(B, device=DEVICE), 63, tail] = 20.0
     want = [[9, 163838, int(t)] for t in tail]
-    for plan in (None, LaunchPlan(1, 1), LaunchPlan(2, 2)):
+    for plan in (None, LaunchPlan(1), LaunchPlan(2)):
         assert run(backend, batch, rows, T, coins, 4, plan).tokens == want
 
 

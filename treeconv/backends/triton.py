@@ -10,6 +10,8 @@ import torch
 from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels.verify_tree import (
+    AHEAD_BATCH,
+    AHEAD_ROWS,
     INTERPRETED,
     MAX_BATCH,
     MAX_NODES,
@@ -187,6 +189,11 @@ class TritonBackend:
         elif interpreted and plan.programs > 1:
             raise InvalidArgument(
                 f"plan.programs={plan.programs}, but must be 1 in the interpreter: it runs one at a time"
+            )
+        elif not 0 <= plan.read_ahead <= (min(N, AHEAD_ROWS) if B <= AHEAD_BATCH else 0):
+            raise InvalidArgument(
+                f"plan.read_ahead={plan.read_ahead}, but must be at most min(N, {AHEAD_ROWS}),"
+                f" and 0 if B is above {AHEAD_BATCH}"
             )
         if out is None:
             out = self.empty_output(batch, depth_cap)

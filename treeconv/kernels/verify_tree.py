@@ -7,26 +7,29 @@ A pointer outside ``[0, N)`` counts as -1, every loop is bounded by N, a candida
 zero: no input makes the kernel hang or leave its buffers. A row the walk does not visit may be read ahead
 (few requests, below) and never influences anything.
 
-**Arithmetic.** A row is cut into chunks of ``CHUNK`` tokens, a function of V alone. Each chunk yields three
-numbers that do not depend on who computes them: its maximum ``c``, the sum of ``exp((x - c) / T)``, and the
-same sum without the children of the row's node. The row's law follows from the chunk triples in a fixed
-order: ``m = max c``, weights ``exp((c - m) / T)``. So results are bit-identical alone, padded, permuted, in
-any batch and for any number of programs. Sums are trees (depth <= 45 roundings at V = 262144). The exponent
-is ``exp2(((x - m) * s) * r)`` with ``r = log2(e) / (T * s)`` rounded once from float64 and ``s`` a power of
-two, 1 unless T is below 2^-64 or above 2^64, which keeps r, and so the quotient, in range for every T > 0:
-three roundings in the argument and one ``ex2.approx`` (2^-22.5) per factor, two factors a term. A child is
-accepted when ``p > 0`` and ``coin < acc``, acc being the float32 prefix sum (by blocks of 32 children) of
-``p``. ``cumsum(t) > v * S`` is decided in float64, where the product of two float32 is exact: on dyadic
-probabilities the whole walk is exact. A mass that underflows float32 is zero.
+**Arithmetic.** A row is cut into at most 64 chunks of ``CHUNK`` tokens, a function of V alone. Each chunk
+yields three numbers that do not depend on who computes them: its maximum ``c``, the sum of
+``exp((x - c) / T)``, and the same sum without the children of the row's node. The row's law follows from
+these triples in a fixed order: ``m = max c``, weights ``exp((c - m) / T)``. So results are bit-identical
+alone, padded, permuted, in any batch and for any number of programs. Sums are trees of at most 48 roundings.
+With ``r = fl(log2(e) / T)`` a chunk's mass is ``exp2(fma(x, r, -k))``, ``k = fl(c * r)``, and its weight
+``exp2(fma(-m, r, k))``: ``k`` cancels, so its rounding is no error, and the exponent is rounded once. Where
+``|k| >= 1024`` or T is outside [2^-64, 2^64], and for the children, the mass is ``exp2(((x - c) * s) * r)``
+with a power of two ``s`` that keeps ``r``, and so the quotient, in range: three roundings in the argument.
+Each factor is one ``ex2.approx.ftz`` (2^-22.5); a mass below 2^-126 is zero. A child is accepted when
+``p > 0`` and ``coin < acc``, acc being the float32 prefix sum of ``p`` over the children, by blocks of 32.
+``cumsum(t) > v * S`` is decided in float64, where the product of two float32 is exact: on dyadic
+probabilities the whole walk is exact.
 
-**Co-operation.** ``programs`` programs share a request. First they split the chunks of rows ``0 ..
-read_ahead - 1`` (the nodes a best-first builder thinks likeliest); then, for each further row the walk
-reaches, that row's chunks. A triple is published as three 64-bit words, each a float beside a 32-bit tag, so
-that one poll tells that it is there and what it is: no fence, no counter. Tags never repeat (an epoch per
-request, advanced by the last program to leave), so nothing is cleared between calls and replays. All walking
-programs take the same decisions from the same words; the one that owns the chunk of the bonus token writes
-the outputs. Progress needs the programs of one request to be co-resident: :func:`launch_plan` sees to it.
-Two launches that may overlap in time must not share a :class:`Workspace`.
+**Co-operation.** The grid is (programs, B). The programs of a request first split the chunks of rows ``0 ..
+read_ahead - 1`` (the nodes a best-first builder thinks likeliest), if any; then, for each further row the
+walk reaches, that row's chunks. A triple is published as three 64-bit words, each a payload beside a 32-bit
+tag, so that one poll tells that it is there and what it is: no fence, no counter. Tags do not repeat (an
+epoch per request, advanced by the last program to leave; they would after 2^32 rows), so nothing is cleared
+between calls and replays. Later rows alternate between two places in scratch: no program writes a place
+before every walking program has read what it held. All walking programs take the same decisions from the
+same words; the first one writes the outputs. Progress needs the programs of one request to be co-resident:
+:func:`launch_plan` sees to it. Two launches that may overlap in time must not share a :class:`Workspace`.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "MAX_BATCH", "MAX_NODES", "MAX_VOCAB", "LaunchPlan", "Workspace", "launch_plan", "verify_tree"]
+__all__ = ["AHEAD_BATCH", "AHEAD_ROWS", "INTERPRETED", "MAX_BATCH", "MAX_NODES", "MAX_VOCAB", "LaunchPlan", "Workspace", "launch_plan", "verify_tree"]
 
 MAX_BATCH = 1024
 MAX_NODES = 1024
-MAX_VOCAB = 262144  # token ids fit 18 bits of a packed key, and a row 64 chunks
+MAX_VOCAB = 262144
+AHEAD_BATCH = 64  # requests, and rows of each, for which scratch has room to read ahead
+AHEAD_ROWS = 16
 
 _CHUNKS = 64  # at most, per row: what every program repeats for a row is twice a warp's lanes wide
 _TOKENS_PER_THREAD = 32
@@ -249,19 +254,20 @@ def _verify_tree_kernel(
     accept_num_ptr,  # [B] int32, out
     predicts_ptr,  # [B * N] int32, out
     status_ptr,  # [B] int32, out
-    words_ptr,  # [B * read_ahead + 2 * B, 3, 64] int64, scratch
+    words_ptr,  # [2 * MAX_B + AHEAD_B * AHEAD, 3, 64] int64, scratch
     epochs_ptr,  # [3, MAX_B] int32, scratch: epoch, next epoch, programs that left
     N,  # slots per tree
     V,  # vocabulary
     depth_cap,  # accept slots per request
     stride_b,  # elements
     stride_n,  # elements
-    read_ahead,  # rows taken in the first step, in [0, N]; 0: only the root's, like any later row
+    read_ahead,  # rows taken in the first step, at most min(N, AHEAD); 0: the root's, like any later row
     SLOTS: tl.constexpr,  # power of two >= N
     chunks: tl.constexpr,  # cdiv(V, CHUNK), at most 64
     CHUNK: tl.constexpr,  # tokens
     JUMP: tl.constexpr,  # N <= 64: sibling lists by tables in registers
     MAX_B: tl.constexpr,
+    AHEAD: tl.constexpr,
     PROBS: tl.constexpr,
     SHARED: tl.constexpr,  # more than one program per request: the grid is (programs, B)
     PTX: tl.constexpr,  # an NVIDIA device
@@ -269,7 +275,6 @@ def _verify_tree_kernel(
     rank = tl.program_id(0)
     programs = tl.num_programs(0)
     b = tl.program_id(1)
-    requests = tl.num_programs(1)
     walkers = tl.minimum(programs, chunks)
     lane = tl.arange(0, 32)
     offsets = tl.arange(0, CHUNK)
@@ -336,7 +341,6 @@ def _verify_tree_kernel(
         if (step < 0) | (node >= read_ahead):
             step += 1
             ahead = (step == 0) & (read_ahead > 0)
-            place = requests * (read_ahead + (step & 1)) + b
             tag = epoch + step
             items = tl.where(ahead, read_ahead * chunks, chunks)
             stride = tl.where(ahead, programs, walkers)
@@ -383,7 +387,8 @@ def _verify_tree_kernel(
                     )
                     if found == 1:
                         rest_sum = tl.sum(mass, 0)
-                out = words_ptr + tl.where(ahead, b * read_ahead + slot, place) * 192 + chunk
+                place = tl.where(ahead, 2 * MAX_B + b * AHEAD + slot, 2 * b + (step & 1))
+                out = words_ptr + place * 192 + chunk
                 tl.store(out, _word(key, tag))
                 tl.store(out + 64, _word(total.to(tl.int32, bitcast=True), tag))
                 tl.store(out + 128, _word(rest_sum.to(tl.int32, bitcast=True), tag))
@@ -407,9 +412,8 @@ def _verify_tree_kernel(
                     _prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
             ahead = node < read_ahead
             tag = tl.where(ahead, epoch, epoch + step)
-            row_words = words_ptr + 192 * tl.where(
-                ahead, b * read_ahead + node, requests * (read_ahead + (step & 1)) + b
-            )
+            place = tl.where(ahead, 2 * MAX_B + b * AHEAD + node, 2 * b + (step & 1))
+            row_words = words_ptr + place * 192
             if not SHARED:
                 tl.debug_barrier()  # this program's own stores
             tops, sums, rests = _words(row_words, 0, chunks)
@@ -575,8 +579,9 @@ class LaunchPlan:
     Args:
         programs: programs per request, >= 1.
 
-        read_ahead: rows (nodes ``0 .. read_ahead - 1``) whose chunks are taken in the first step, in
-            ``[0, N]``; 0 takes the root's row alone, as any later one.
+        read_ahead: rows (nodes ``0 .. read_ahead - 1``) whose chunks are taken in the first step, at most
+            ``min(N, AHEAD_ROWS)``, and 0 if B is above ``AHEAD_BATCH``; 0 takes the root's row alone, as
+            any later one.
     """
 
     programs: int
@@ -590,7 +595,7 @@ def _chunk_size(V: int) -> int:
 
 def _warps(chunk: int) -> int:
     """Warps per program: a function of the chunk alone, since it shapes the sums."""
-    return chunk // (32 * _TOKENS_PER_THREAD)
+    return max(2, chunk // (32 * _TOKENS_PER_THREAD))  # Triton 3.6 fails to compile the kernel for one
 
 
 def launch_plan(B: int, N: int, V: int, multiprocessors: int) -> LaunchPlan:
@@ -603,23 +608,24 @@ def launch_plan(B: int, N: int, V: int, multiprocessors: int) -> LaunchPlan:
     chunk = _chunk_size(V)
     chunks = triton.cdiv(V, chunk)
     share = max(1, _WARPS_PER_SM // _warps(chunk) * multiprocessors // B)
-    if share < 2 * chunks:
-        return LaunchPlan(programs=triton.cdiv(chunks, triton.cdiv(chunks, share)))
-    read_ahead = min(N, share // chunks, 16)
+    if share < 2 * chunks or B > AHEAD_BATCH:
+        return LaunchPlan(programs=triton.cdiv(chunks, triton.cdiv(chunks, min(share, chunks))))
+    read_ahead = min(N, share // chunks, AHEAD_ROWS)
     return LaunchPlan(programs=read_ahead * chunks, read_ahead=read_ahead)
 
 
 class Workspace:
-    """Scratch for one stream of launches on one device; 7.4 MB, whatever N and V.
+    """Scratch for one stream of launches on one device; 4.7 MB, whatever N and V.
 
     Holds the published chunk triples and the epochs. Launches that use it must not overlap in time.
     """
 
-    # Two rows of 64 chunks per request, and read-ahead: up to 2800 co-resident programs of a chunk each.
-    words_needed = _FIELDS * _CHUNKS * (2 * MAX_BATCH + 2800)
+    # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
+    # place shared between requests could hold another one's word under the very tag that is waited for.
+    places = 2 * MAX_BATCH + AHEAD_BATCH * AHEAD_ROWS
 
     def __init__(self, device: torch.device | str) -> None:
-        self.words = torch.full((self.words_needed,), -1, dtype=torch.int64, device=device)
+        self.words = torch.full((self.places, _FIELDS, _CHUNKS), -1, dtype=torch.int64, device=device)
         self.epochs = torch.zeros((3, MAX_BATCH), dtype=torch.int32, device=device)
 
 
@@ -694,6 +700,7 @@ def verify_tree(
         CHUNK=chunk,
         JUMP=N <= _JUMP_LIMIT,
         MAX_B=MAX_BATCH,
+        AHEAD=AHEAD_ROWS,
         PROBS=temperature is None,
         SHARED=plan.programs > 1,
         PTX=not INTERPRETED and torch.version.hip is None,
