@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
 __all__ = [
     "BackendUnavailable",
     "CorpusError",
@@ -33,4 +39,35 @@ class CorpusError(TreeconvError, ValueError):
 
 
 class LawBroken(TreeconvError, AssertionError):
-    """A sampler broke a law; the message holds the case, got, want, and a line that replays it."""
+    """A sampler broke a law; the message holds the case as a picture, got, want, and why.
+
+    Args:
+        message: the whole text.
+
+        law: the law's name.
+
+        backend: the backend's name; None for laws about trees alone.
+
+        case: the :class:`~treeconv.VerifyCase` to save for a replay; None where there is none.
+
+        parameters: whatever else a replay needs, as JSON values.
+
+        path: the file the case was loaded from, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        law: str,
+        backend: str | None = None,
+        case: Any = None,
+        parameters: Mapping[str, Any] | None = None,
+        path: Path | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.law = law
+        self.backend = backend
+        self.case = case
+        self.parameters = dict(parameters or {})
+        self.path = path

@@ -18,7 +18,7 @@ import numpy as np
 from treeconv.errors import InvalidArgument, InvalidTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -169,23 +169,34 @@ class DraftTree:
             node = self.parents[node]
         return tuple(reversed(nodes))
 
-    def draw(self, notes: Mapping[int, str] | None = None) -> str:
+    def draw(self, notes: Mapping[int, str] | None = None, keep: Collection[int] | None = None) -> str:
         """A picture of the tree in text, one node a line, siblings top to bottom in test order.
 
         Args:
             notes: node -> a remark printed behind it.
+
+            keep: the nodes to draw (their ancestors must be among them); the others are counted. Default
+                all.
         """
         notes = notes or {}
         lines = []
-        stack: list[tuple[int, str, str]] = [(0, "", "")]
+        # (node or None for a remark, text of the remark, lead of its line, indent of its children)
+        stack: list[tuple[int | None, str, str, str]] = [(0, "", "", "")]
         while stack:
-            node, lead, indent = stack.pop()
+            node, remark, lead, indent = stack.pop()
+            if node is None:
+                lines.append(lead + remark)
+                continue
             note = f"   {notes[node]}" if node in notes else ""
             lines.append(f"{lead}node {node}: token {self.token_ids[node]}{note}")
-            kids = self.children[node]
-            for kid in reversed(kids):
-                last = kid == kids[-1]
-                stack.append((kid, indent + ("└─ " if last else "├─ "), indent + ("   " if last else "│  ")))
+            kids: list[int | None] = [kid for kid in self.children[node] if keep is None or kid in keep]
+            hidden = len(self.children[node]) - len(kids)
+            if hidden:
+                kids.append(None)
+            for place in reversed(range(len(kids))):
+                last = place == len(kids) - 1
+                lead, below = indent + ("└─ " if last else "├─ "), indent + ("   " if last else "│  ")
+                stack.append((kids[place], f"... {hidden} more", lead, below))
         return "\n".join(lines)
 
 

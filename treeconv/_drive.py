@@ -1,0 +1,159 @@
+"""Ways to put a case to a backend: once, under many coins, or over the whole coin space."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeconv import oracle
+from treeconv.judge import Observed, Violation, judge, observe, target_rows
+from treeconv.sampling import row_status, target_probs
+from treeconv.tree import RowStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from fractions import Fraction
+
+    from treeconv.backends.base import Backend
+    from treeconv.case import CaseTensors, Request, VerifyCase
+    from treeconv.oracle import TargetRows
+    from treeconv.tree import VerifyOutput
+
+    CoinVector = tuple[Sequence[float], float]
+
+__all__ = ["as_probs", "bytes_of", "call", "decide", "judge_all", "measure", "spread_coins", "submit"]
+
+_MAX_ELEMENTS = 2**24  # of the target rows in one call: 64 MB of float32
+
+
+def as_probs(case: VerifyCase) -> VerifyCase:
+    """The case with its softmax taken, for a verifier that takes probabilities only."""
+
+    def law(row: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any, Any]:
+        status = row_status(row)
+        if status is RowStatus.OK:
+            return target_probs(row, temperature)
+        return np.full_like(row, {RowStatus.NAN: np.nan, RowStatus.POS_INF: np.inf}.get(status, 0.0))
+
+    requests = [
+        replace(request, rows=np.stack([law(row, request.temperature) for row in request.rows]))
+        for request in case.requests
+    ]
+    return replace(case, requests=tuple(requests), kind="probs", rows_dtype="float32")
+
+
+def call(case: VerifyCase, backend: Backend, device: str) -> tuple[CaseTensors, VerifyOutput]:
+    """Hand a case to a backend as it would be served."""
+    tensors = case.tensors(device)
+    return tensors, submit(tensors, case.kind, backend)
+
+
+def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
+    """Call the backend on tensors.
+
+    Raises:
+        Violation: it raised, or returned something of another shape: no decision to judge.
+    """
+    try:
+        if kind == "probs":
+            output = backend.verify_probs(tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap)
+        else:
+            output = backend.verify(
+                tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap
+            )
+        size, slots = tensors.batch.candidates.shape
+        shapes = {
+            "accept_index": (size, tensors.depth_cap),
+            "accept_token_num": (size,),
+            "predicts": (size * slots,),
+            "status": (size,),
+        }
+        got = {name: (tuple(getattr(output, name).shape), getattr(output, name).dtype) for name in shapes}
+    except Exception as error:  # noqa: BLE001  # a stranger's sampler may raise anything: that is a finding
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"{type(error).__name__}: {error} (raised at {at.filename}:{at.lineno})"
+        raise Violation(0, raised, "a decision for every request") from None
+    for name, shape in shapes.items():
+        if got[name][0] != shape or "int" not in str(got[name][1]):
+            found = f"{name} of shape {got[name][0]}, {got[name][1]}"
+            raise Violation(0, found, f"integers of shape {shape} (batch {size}, {slots} slots)")
+    return output
+
+
+def decide(case: VerifyCase, backend: Backend, device: str) -> list[Observed]:
+    """What the backend did with each request."""
+    _, output = call(case, backend, device)
+    return observe([request.tree for request in case.requests], output, case.slots)
+
+
+def judge_all(
+    case: VerifyCase,
+    backend: Backend,
+    device: str,
+    coins: Sequence[CoinVector],
+    request: int = 0,
+    rows: TargetRows | None = None,
+) -> int:
+    """The same request under every coin vector, as one batch (several over a large vocabulary), judged.
+
+    ``rows``: the oracle's view of that request, where the caller has it already.
+    """
+    subject = case.requests[request]
+    rows = rows or target_rows(subject, case.kind)
+    cap = case.effective_depth_cap
+    at_once = max(1, _MAX_ELEMENTS // (case.slots * case.vocab_size))
+    for start in range(0, len(coins), at_once):
+        part = coins[start : start + at_once]
+        many = case.replace_requests([subject.with_coins(accept, final) for accept, final in part])
+        for (accept, final), observed in zip(part, decide(many, backend, device), strict=True):
+            wrong = judge(subject.tree, rows, accept, final, cap, observed)
+            if wrong:
+                coin_vector = (tuple(float(coin) for coin in accept), float(final))
+                raise Violation(request, observed, *wrong, coins=coin_vector)
+    return len(coins)
+
+
+def spread_coins(count: int, dimensions: int) -> list[CoinVector]:
+    """Evenly spread coin vectors: a rank-1 lattice on the fractional parts of square roots."""
+    roots = np.sqrt(np.arange(2, dimensions + 3, dtype=np.float64))
+    points = (np.arange(1, count + 1)[:, None] * roots) % 1.0
+    coins = np.minimum(points.astype(np.float32), np.float32(1 - 2**-24)).tolist()
+    return [(row[1:], row[0]) for row in coins]
+
+
+def measure(
+    case: VerifyCase, request: Request, backend: Backend, device: str
+) -> list[tuple[Fraction, Observed]]:
+    """The backend's outcome in every box of coins that the oracle names, with the box's exact volume.
+
+    A verifier is a step function of its coins; one coin vector from the middle of each box measures it.
+
+    Raises:
+        Violation: an output that contradicts itself.
+    """
+    rows = target_rows(request, case.kind)
+    vectors: list[CoinVector] = []
+    volumes = []
+    for cell in oracle.outcome_cells(request.tree, rows, case.effective_depth_cap):
+        accept = [0.5] * len(request.tree)
+        for node, (low, high) in cell.accept.items():
+            accept[node] = float(np.float32(float((low + high) / 2)))
+        vectors.append((accept, float(np.float32(float(sum(cell.final) / 2)))))
+        volumes.append(cell.measure)
+    many = case.replace_requests([request.with_coins(*vector) for vector in vectors])
+    outcomes = decide(many, backend, device)
+    for vector, observed in zip(vectors, outcomes, strict=True):
+        if observed.broken:
+            coins = (tuple(vector[0]), vector[1])
+            raise Violation(0, observed, "one root path and its bonus token", coins=coins)
+    return list(zip(volumes, outcomes, strict=True))
+
+
+def bytes_of(tensor: Any) -> bytes:
+    import torch  # noqa: PLC0415
+
+    flat = tensor.detach().cpu().contiguous().view(torch.uint8)
+    return bytes(flat.numpy().tobytes())

@@ -1,0 +1,294 @@
+"""Checks shared by the public functions; each raises with ``name=value, but must be <rule>``."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeconv.errors import InvalidArgument, InvalidTree
+from treeconv.tree import Coins, DraftTree, VerifyInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = [
+    "check_coins",
+    "check_depth_cap",
+    "check_int",
+    "check_rows",
+    "check_sequence_of_trees",
+    "check_temperature",
+    "check_tokens",
+    "check_verify_input",
+    "tree_pointers",
+]
+
+_TINIEST = 2.0**-149  # the smallest positive float32
+_LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest finite float32
+
+
+def check_int(value: Any, name: str, at_least: int) -> int:
+    """``value`` as an int that is at least ``at_least``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name}={value!r}, but must be an integer >= {at_least}") from None
+    if isinstance(value, bool) or number < at_least:
+        raise InvalidArgument(f"{name}={value!r}, but must be an integer >= {at_least}")
+    return number
+
+
+def check_sequence_of_trees(trees: Sequence[DraftTree]) -> list[DraftTree]:
+    """A non-empty list of :class:`DraftTree`."""
+    if isinstance(trees, DraftTree):
+        raise InvalidArgument("trees is one DraftTree, but must be a sequence of them: [tree]")
+    trees = list(trees)
+    for index, tree in enumerate(trees):
+        if not isinstance(tree, DraftTree):
+            raise InvalidArgument(f"trees[{index}]={tree!r}, but must be a DraftTree")
+    if not trees:
+        raise InvalidArgument("trees=[], but must hold at least one DraftTree")
+    return trees
+
+
+def tree_pointers(first: Sequence[int], sibling: Sequence[int], where: str = "") -> list[int | None]:
+    """Parents from first-child / next-sibling pointers: -1 for the root, None where nothing points.
+
+    Raises:
+        InvalidTree: a pointer out of range, or a slot that two pointers reach (a cycle, or a child of
+            two parents). At most N steps are taken.
+    """
+    num_slots = len(first)
+    parents: list[int | None] = [None] * num_slots
+    parents[0] = -1
+    if sibling[0] != -1:
+        raise InvalidTree(f"{where}node 0: next sibling {sibling[0]}, but the root must have none (-1)")
+    queue = [0]
+    while queue:
+        node = queue.pop()
+        child = first[node]
+        while child != -1:
+            if not 0 <= child < num_slots:
+                raise InvalidTree(
+                    f"{where}node {node}: points at child {child}, but must be -1 or in [0, {num_slots - 1}]"
+                )
+            if parents[child] is not None:
+                raise InvalidTree(
+                    f"{where}node {child}: reached twice (a child of node {node} and of node"
+                    f" {parents[child]}), but must be reached once: this is a cycle or a shared child"
+                )
+            parents[child] = node
+            queue.append(child)
+            child = sibling[child]
+    return parents
+
+
+def check_verify_input(batch: VerifyInput) -> None:
+    """Shapes, dtypes and devices; on the CPU also the pointers and sibling duplicates.
+
+    On a CUDA device the *contents* are not read back, so that no call waits for the device: convert
+    with :func:`treeconv.to_verify_input`, which only makes valid batches.
+    """
+    import torch  # noqa: PLC0415
+
+    if not isinstance(batch, VerifyInput):
+        raise InvalidArgument(f"batch={type(batch).__name__}, but must be a VerifyInput (to_verify_input)")
+    for name in batch.__dataclass_fields__:
+        tensor = getattr(batch, name)
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(f"{name}={type(tensor).__name__}, but must be a torch.Tensor")
+    shape = tuple(batch.candidates.shape)
+    if len(shape) != 2 or 0 in shape:
+        raise InvalidArgument(f"candidates.shape={shape}, but must be [B, N] with B, N >= 1")
+    for name in batch.__dataclass_fields__:
+        tensor = getattr(batch, name)
+        want = shape[:1] if name == "prefix_lens" else shape
+        if tuple(tensor.shape) != want:
+            raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {want}")
+        if str(tensor.dtype) != "torch.int64":
+            raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be torch.int64")
+        if tensor.device != batch.device:
+            raise InvalidArgument(
+                f"{name}.device={tensor.device}, but must be {batch.device}, the device of candidates"
+            )
+    # Small batches are checked faster one node at a time than with array operations.
+    if batch.device.type == "cpu" and (batch.candidates.numel() <= 128 or not _is_surely_valid(batch)):
+        _name_the_fault(batch)
+
+
+def _is_surely_valid(batch: VerifyInput) -> bool:
+    """A quick sufficient test: every slot is pointed at once at most, and no sibling repeats a token."""
+    tokens = batch.candidates.numpy()
+    first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
+    size, slots = tokens.shape
+    if min(first.min(), sibling.min()) < -1 or max(first.max(), sibling.max()) >= slots:
+        return False
+    row = slots * np.arange(size)[:, None]
+    is_first, has_younger = first >= 0, sibling >= 0
+    firsts = (first + row)[is_first]
+    youngers = (sibling + row)[has_younger]
+    pointed_at = np.bincount(np.concatenate([firsts, youngers]), minlength=tokens.size)
+    if pointed_at.max(initial=0) > 1 or pointed_at[::slots].any() or (sibling[:, 0] != -1).any():
+        return False
+    # The eldest sibling stands for the parent; found by pointer doubling.
+    eldest = np.arange(tokens.size)
+    eldest[youngers] = np.flatnonzero(has_younger)
+    while True:
+        further = eldest[eldest]
+        if np.array_equal(further, eldest):
+            break
+        eldest = further
+    children = np.concatenate([firsts, youngers])
+    order = np.lexsort((tokens.ravel()[children], eldest[children]))
+    same = (np.diff(eldest[children][order]) == 0) & (np.diff(tokens.ravel()[children][order]) == 0)
+    return not same.any()
+
+
+def _name_the_fault(batch: VerifyInput) -> None:
+    rows = zip(
+        batch.candidates.tolist(),
+        batch.retrieve_next_token.tolist(),
+        batch.retrieve_next_sibling.tolist(),
+        strict=True,
+    )
+    for request, (tokens, first, sibling) in enumerate(rows):
+        seen: set[tuple[int, int]] = set()
+        for node, parent in enumerate(tree_pointers(first, sibling, f"request {request}, ")):
+            if parent is None or parent == -1:
+                continue
+            if (parent, tokens[node]) in seen:
+                raise InvalidTree(
+                    f"request {request}, node {node}: token {tokens[node]} repeats a sibling's (children of"
+                    f" node {parent}), but siblings must carry distinct tokens: the mass would count twice"
+                )
+            seen.add((parent, tokens[node]))
+
+
+def check_tokens(batch: VerifyInput, vocab_size: int) -> None:
+    """On the CPU: every draft token is in the vocabulary. The root's is never tested, nor looked at."""
+    if batch.device.type != "cpu":
+        return
+    tokens = batch.candidates.numpy()
+    first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
+    for pointer in (first, sibling):
+        request, node = np.nonzero(pointer >= 0)
+        child = pointer[request, node]
+        drafted = tokens[request, child]
+        if drafted.min(initial=0) < 0 or drafted.max(initial=0) >= vocab_size:
+            bad = np.flatnonzero((drafted < 0) | (drafted >= vocab_size))
+            place = f"candidates[{request[bad[0]]}, {child[bad[0]]}]"
+            value = tokens[request[bad[0]], child[bad[0]]]
+            raise InvalidArgument(f"{place}={value}, but must be in [0, {vocab_size - 1}], the vocabulary")
+
+
+def _to_tensor(values: Any, name: str, shape: str, device: torch.device) -> torch.Tensor:
+    """Lists and arrays as float32; NumPy's own default is float64."""
+    import torch  # noqa: PLC0415
+
+    try:
+        return torch.as_tensor(values, dtype=torch.float32, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, None, text
+        raise InvalidArgument(
+            f"{name}={type(values).__name__}, but must be numbers of shape {shape}: {error}"
+        ) from None
+
+
+def check_rows(rows: Any, name: str, batch: VerifyInput, dtypes: tuple[str, ...]) -> torch.Tensor:
+    """``rows`` as a tensor ``[B, N, V]`` of an allowed dtype on the batch's device.
+
+    Lists and NumPy arrays are rounded to float32.
+    """
+    import torch  # noqa: PLC0415
+
+    shape = tuple(batch.candidates.shape)
+    if not isinstance(rows, torch.Tensor):
+        rows = _to_tensor(rows, name, f"{(*shape, 'V')}", batch.device)
+    if rows.ndim != 3 or tuple(rows.shape[:2]) != shape or rows.shape[2] == 0:
+        raise InvalidArgument(
+            f"{name}.shape={tuple(rows.shape)}, but must be {(*shape, 'V')} with V >= 1: one row per slot"
+        )
+    if str(rows.dtype).removeprefix("torch.") not in dtypes:
+        raise InvalidArgument(f"{name}.dtype={rows.dtype}, but must be one of {', '.join(dtypes)}")
+    if rows.device != batch.device:
+        raise InvalidArgument(f"{name}.device={rows.device}, but must be {batch.device}, the batch's device")
+    tensor: torch.Tensor = rows
+    return tensor
+
+
+def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
+    """A scalar or ``[B]`` as a float32 tensor ``[B]`` on the batch's device; finite and >= 0.
+
+    A positive value under the smallest float32 (1.4e-45) is refused rather than turned into greedy, and
+    one above the largest rather than turned into infinity.
+    Tensors on a CUDA device are taken as they are: reading them back would wait for the device.
+    """
+    import torch  # noqa: PLC0415
+
+    size = batch.batch_size
+    if isinstance(temperature, torch.Tensor) and temperature.device.type != "cpu":
+        if tuple(temperature.shape) != (size,) or temperature.dtype != torch.float32:
+            raise InvalidArgument(
+                f"temperature has shape {tuple(temperature.shape)} and dtype {temperature.dtype}, but on a"
+                f" device must be float32 [{size}]"
+            )
+        if temperature.device != batch.device:
+            raise InvalidArgument(f"temperature.device={temperature.device}, but must be {batch.device}")
+        return temperature
+    try:
+        values = torch.as_tensor(temperature, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgument(
+            f"temperature={temperature!r}, but must be a number or {size} numbers"
+        ) from None
+    if values.ndim and tuple(values.shape) != (size,):
+        raise InvalidArgument(
+            f"temperature.shape={tuple(values.shape)}, but must be a scalar or ({size},), one per request"
+        )
+    for value in values.reshape(-1).tolist():
+        if not 0 <= value < float("inf"):
+            raise InvalidArgument(f"temperature={value!r}, but must be finite and >= 0")
+        if value > _LARGEST:
+            raise InvalidArgument(f"temperature={value!r}, but must be <= 3.4e38, the largest float32")
+        if 0 < value < _TINIEST:
+            raise InvalidArgument(f"temperature={value!r}, but must be 0 or >= 1.4e-45, the smallest float32")
+    return values.to(torch.float32).expand(size).contiguous().to(batch.device)
+
+
+def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
+    """Coins as contiguous float32 tensors ``[B, N]`` and ``[B]``, on the CPU checked to be in [0, 1]."""
+    import torch  # noqa: PLC0415
+
+    if not (hasattr(coins, "accept") and hasattr(coins, "final")):
+        raise InvalidArgument(f"coins={type(coins).__name__}, but must be Coins(accept=[B, N], final=[B])")
+    checked = {}
+    for name, want in (("accept", tuple(batch.candidates.shape)), ("final", (batch.batch_size,))):
+        values = getattr(coins, name)
+        if not isinstance(values, torch.Tensor):
+            values = _to_tensor(values, f"coins.{name}", str(want), batch.device)
+        if tuple(values.shape) != want:
+            raise InvalidArgument(f"coins.{name}.shape={tuple(values.shape)}, but must be {want}")
+        if values.dtype != torch.float32:
+            raise InvalidArgument(f"coins.{name}.dtype={values.dtype}, but must be torch.float32")
+        if values.device != batch.device:
+            raise InvalidArgument(f"coins.{name}.device={values.device}, but must be {batch.device}")
+        if values.device.type == "cpu":
+            array = values.numpy()
+            if not (array.min() >= 0 and array.max() <= 1):  # false for NaN as well
+                outside = array[~((array >= 0) & (array <= 1))]
+                raise InvalidArgument(
+                    f"coins.{name} holds {float(outside.flat[0])!r}, but must be in [0, 1)"
+                    " (1.0 from a rounding generator is tolerated)"
+                )
+        checked[name] = values.contiguous()
+    return Coins(**checked)
+
+
+def check_depth_cap(depth_cap: int | None, batch: VerifyInput) -> int:
+    """``depth_cap`` as an int >= 1; the default is the deepest tree's depth + 1 (read from positions)."""
+    if depth_cap is not None:
+        return check_int(depth_cap, "depth_cap", 1)
+    return int((batch.positions - batch.prefix_lens[:, None]).max()) + 1

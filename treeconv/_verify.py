@@ -1,0 +1,135 @@
+"""The front door: check the arguments once, pick a backend, verify."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from treeconv import _validate
+from treeconv.backends.registry import choose_backend, get_backend
+from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.tree import Coins, VerifyInput, VerifyOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from treeconv.backends.base import Backend
+
+__all__ = ["verify", "verify_probs"]
+
+_LOGITS = ("float32", "float16", "bfloat16")
+
+
+def _coins(coins: Coins | None, generator: torch.Generator | None, batch: VerifyInput) -> Coins:
+    import torch  # noqa: PLC0415
+
+    if coins is not None:
+        if generator is not None:
+            raise InvalidArgument("coins and generator were both given, but only one can decide the coins")
+        return _validate.check_coins(coins, batch)
+    shape = tuple(batch.candidates.shape)
+    draws = torch.rand(shape[0], shape[1] + 1, generator=generator, device=batch.device)
+    return Coins(accept=draws[:, 1:].contiguous(), final=draws[:, 0].contiguous())
+
+
+def _backend(backend: str | Backend, device: torch.device) -> Backend:
+    chosen = (
+        choose_backend(device) if isinstance(backend, str) and backend == "auto" else get_backend(backend)
+    )
+    if device.type not in chosen.traits.devices:
+        raise BackendUnavailable(
+            f"backend={chosen.name!r} runs on {', '.join(chosen.traits.devices)}, but the batch is on"
+            f" {device}"
+        )
+    return chosen
+
+
+def verify(
+    batch: VerifyInput,
+    logits: Any,
+    temperature: Any = 1.0,
+    coins: Coins | None = None,
+    generator: torch.Generator | None = None,
+    backend: str | Backend = "auto",
+    depth_cap: int | None = None,
+) -> VerifyOutput:
+    """Verify a batch of draft trees against the target's logits, losslessly at every temperature.
+
+    Target-only tree speculative sampling: right for trees whose children are a fixed set (DDTree, EAGLE's
+    top-k), where it accepts as often as any exact rule can. Only visited rows are looked at.
+
+    Args:
+        batch: the converted trees, ``[B, N]``.
+
+        logits: ``[B, N, V]`` float32, float16 or bfloat16 on the batch's device: row ``[b, i]`` is the
+            target's prediction of the token *after* node ``i``. -inf is no mass.
+
+        temperature: a scalar, or ``[B]``, one per request; finite, >= 0. 0 is greedy (the lowest-index
+            argmax, exactly; coins do not matter); any T > 0 is sampled, as ``(x - max) / T``, never clamped.
+
+        coins: ``Coins(accept=[B, N], final=[B])`` float32 in [0, 1). Default: fresh ones.
+
+        generator: draws the coins where none are given; the default generator if None.
+
+        backend: a registered name ("reference", "eager", "triton", "sgl"), "module:callable", a backend
+            object, or "auto": ``triton`` on CUDA, else ``eager``.
+
+        depth_cap: accept slots, root included: at most ``depth_cap - 1`` drafts are accepted. Default:
+            deepest tree + 1, which on a CUDA device is read back (pass it to stay asynchronous).
+
+    Returns:
+        A :class:`VerifyOutput`. A request that *visits* a row of NaN, +inf or only -inf emits nothing and
+        says so in ``status``; the others do not notice.
+
+    Raises:
+        InvalidArgument: a shape, dtype, device or value that breaks the rules above; the message names it.
+        InvalidTree: pointers that are no tree (checked on the CPU).
+        BackendUnavailable: an unknown backend, or one that cannot run here.
+    """
+    _validate.check_verify_input(batch)
+    rows = _validate.check_rows(logits, "logits", batch, _LOGITS)
+    _validate.check_tokens(batch, rows.shape[2])
+    temperatures = _validate.check_temperature(temperature, batch)
+    chosen = _backend(backend, batch.device)
+    if not chosen.traits.takes_logits:
+        raise BackendUnavailable(f"backend={chosen.name!r} takes probabilities only: use verify_probs")
+    cap = _validate.check_depth_cap(depth_cap, batch)
+    return chosen.verify(batch, rows, temperatures, _coins(coins, generator, batch), cap)
+
+
+def verify_probs(
+    batch: VerifyInput,
+    target_probs: Any,
+    coins: Coins | None = None,
+    generator: torch.Generator | None = None,
+    backend: str | Backend = "auto",
+    depth_cap: int | None = None,
+) -> VerifyOutput:
+    """Verify against the target's probabilities: :func:`verify` with the softmax already taken.
+
+    This is ``sgl_kernel.tree_speculative_sampling_target_only``'s interface at thresholds 1. Coins are
+    compared with the plain running sums of ``target_probs``, so laws of dyadic masses are decided exactly.
+
+    Args:
+        batch: the converted trees, ``[B, N]``.
+
+        target_probs: ``[B, N, V]`` float32 on the batch's device, >= 0: after temperature and filters.
+            Never written to.
+
+        coins: as for :func:`verify`.
+
+        generator: as for :func:`verify`.
+
+        backend: as for :func:`verify`.
+
+        depth_cap: as for :func:`verify`.
+
+    Returns, Raises: as for :func:`verify`.
+    """
+    _validate.check_verify_input(batch)
+    rows = _validate.check_rows(target_probs, "target_probs", batch, ("float32",))
+    _validate.check_tokens(batch, rows.shape[2])
+    chosen = _backend(backend, batch.device)
+    if not chosen.traits.takes_probs:
+        raise BackendUnavailable(f"backend={chosen.name!r} takes logits only: use verify")
+    cap = _validate.check_depth_cap(depth_cap, batch)
+    return chosen.verify_probs(batch, rows, _coins(coins, generator, batch), cap)

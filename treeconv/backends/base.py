@@ -1,0 +1,138 @@
+"""What a verifier must offer to be driven and judged, and how a stranger's function becomes one."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.tree import Coins, VerifyInput, VerifyOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+__all__ = ["Backend", "BackendTraits", "FunctionBackend"]
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """What a backend claims; a law is checked only where its claim is made.
+
+    Args:
+        takes_logits: has ``verify`` (raw logits and temperatures).
+
+        takes_probs: has ``verify_probs`` (the target law itself), which dyadic laws judge exactly.
+
+        reports_status: sets ``VerifyOutput.status`` for unusable rows instead of sampling from them.
+
+        graph_safe: never waits for the device, so that a CUDA graph can hold it.
+
+        devices: device types it runs on.
+
+        rows_dtypes: dtypes of logits it takes.
+    """
+
+    takes_logits: bool = True
+    takes_probs: bool = True
+    reports_status: bool = True
+    graph_safe: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    rows_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A target-only tree verifier.
+
+    Inputs arrive validated. ``temperature`` is float32 ``[B]``; ``coins.accept`` float32 ``[B, N]`` and
+    ``coins.final`` float32 ``[B]``; all on the batch's device. Inputs must not be written to.
+    """
+
+    name: str
+    traits: BackendTraits
+
+    def verify(
+        self,
+        batch: VerifyInput,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        coins: Coins,
+        depth_cap: int,
+    ) -> VerifyOutput:
+        """Verify from ``logits [B, N, V]``."""
+
+    def verify_probs(
+        self, batch: VerifyInput, target_probs: torch.Tensor, coins: Coins, depth_cap: int
+    ) -> VerifyOutput:
+        """Verify from ``target_probs [B, N, V]`` float32."""
+
+
+class FunctionBackend:
+    """A plain function as a backend; which interface it has is read off its parameter names.
+
+    ``f(batch, target_probs, coins, depth_cap)`` takes probabilities, and
+    ``f(batch, logits, temperature, coins, depth_cap)`` logits. Both return a :class:`VerifyOutput`, or
+    ``(accept_index, accept_token_num, predicts)`` with an optional fourth ``status``. A function that
+    gives no status is not judged on unusable rows.
+
+    Raises:
+        BackendUnavailable: parameters of neither kind.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        parameters = set(inspect.signature(function).parameters)
+        takes_probs = {"batch", "target_probs", "coins", "depth_cap"} <= parameters
+        takes_logits = {"batch", "logits", "temperature", "coins", "depth_cap"} <= parameters
+        if not takes_probs and not takes_logits:
+            raise BackendUnavailable(
+                f"backend {name!r} takes ({', '.join(sorted(parameters))}), but must take (batch,"
+                " target_probs, coins, depth_cap) or (batch, logits, temperature, coins, depth_cap)"
+            )
+        self.name = name
+        self._function = function
+        self.traits = BackendTraits(
+            takes_logits=takes_logits,
+            takes_probs=takes_probs and not takes_logits,
+            reports_status=bool(getattr(function, "reports_status", False)),
+            devices=tuple(getattr(function, "devices", ("cpu", "cuda"))),
+        )
+
+    def _output(self, result: Any) -> VerifyOutput:
+        import torch  # noqa: PLC0415
+
+        if isinstance(result, VerifyOutput):
+            return result
+        if not isinstance(result, (tuple, list)) or len(result) not in (3, 4):
+            raise InvalidArgument(
+                f"backend {self.name!r} returned {type(result).__name__}, but must return a VerifyOutput or"
+                " (accept_index, accept_token_num, predicts[, status])"
+            )
+        accept_index, accept_token_num, predicts, *rest = result
+        status = rest[0] if rest else torch.zeros_like(accept_token_num)
+        return VerifyOutput(accept_index, accept_token_num, predicts, status)
+
+    def verify(
+        self,
+        batch: VerifyInput,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        coins: Coins,
+        depth_cap: int,
+    ) -> VerifyOutput:
+        """Call the function with logits."""
+        return self._output(
+            self._function(
+                batch=batch, logits=logits, temperature=temperature, coins=coins, depth_cap=depth_cap
+            )
+        )
+
+    def verify_probs(
+        self, batch: VerifyInput, target_probs: torch.Tensor, coins: Coins, depth_cap: int
+    ) -> VerifyOutput:
+        """Call the function with probabilities."""
+        return self._output(
+            self._function(batch=batch, target_probs=target_probs, coins=coins, depth_cap=depth_cap)
+        )

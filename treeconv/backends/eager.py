@@ -1,0 +1,275 @@
+"""The lazy walk in plain torch, on the CPU or a CUDA device, batched over requests.
+
+One step per tree level: the current row of every request still walking is gathered and softmaxed at
+once; rows that no walk visits are never read. The pointers, the coins and the few masses that the
+children need are decided on the host, so on a CUDA device every level waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from treeconv.backends.base import BackendTraits
+from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["EagerBackend"]
+
+_BLOCK = 512  # elements of a blocked sum: short enough to be accurate, long enough to be fast
+_TINIEST = 2.0**-149  # the smallest positive float32
+
+
+class EagerBackend:
+    """Torch operations, level by level.
+
+    Extra memory: one float32 row per request still walking, and one as given where several walk.
+    """
+
+    name = "eager"
+    traits = BackendTraits()
+
+    def verify(
+        self,
+        batch: VerifyInput,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        coins: Coins,
+        depth_cap: int,
+    ) -> VerifyOutput:
+        """Softmax each visited row at its request's temperature, then walk."""
+        return _LazyWalk(batch, logits, temperature.tolist(), coins, depth_cap).run()
+
+    def verify_probs(
+        self, batch: VerifyInput, target_probs: torch.Tensor, coins: Coins, depth_cap: int
+    ) -> VerifyOutput:
+        """Walk on the probabilities as they are."""
+        return _LazyWalk(batch, target_probs, None, coins, depth_cap).run()
+
+
+class _LazyWalk:
+    """All requests of one call; each holds its path, and once it stopped its bonus or its status."""
+
+    def __init__(
+        self,
+        batch: VerifyInput,
+        rows: torch.Tensor,
+        temperatures: list[float] | None,
+        coins: Coins,
+        depth_cap: int,
+    ) -> None:
+        self._rows = rows
+        self._temperatures = temperatures
+        self._depth_cap = depth_cap
+        self._tokens = batch.candidates.tolist()
+        self._first = batch.retrieve_next_token.tolist()
+        self._sibling = batch.retrieve_next_sibling.tolist()
+        self._accept_coins = coins.accept.tolist()
+        self._final_coins = coins.final.tolist()
+        self._vocab = rows.shape[2]
+        size = len(self._tokens)
+        self._paths = [[0] for _ in range(size)]
+        self._bonus = [-1] * size
+        self._status = [RowStatus.OK] * size
+
+    def run(self) -> VerifyOutput:
+        walking = list(range(len(self._paths)))
+        while walking:
+            greedy = [b for b in walking if self._temperatures is not None and self._temperatures[b] == 0]
+            sampled = [b for b in walking if b not in set(greedy)] if greedy else walking
+            walking = []
+            if greedy:
+                walking += self._step_greedy(greedy)
+            if sampled:
+                walking += self._step_sampled(sampled)
+        return self._output()
+
+    def _children(self, request: int) -> list[int]:
+        """The children to test at the request's current node: none once the depth cap is reached."""
+        path = self._paths[request]
+        if len(path) >= self._depth_cap:
+            return []
+        children = []
+        child = self._first[request][path[-1]]
+        while child != -1:
+            children.append(child)
+            child = self._sibling[request][child]
+        return children
+
+    def _gather(self, requests: Sequence[int]) -> torch.Tensor:
+        """The current rows, ``[A, V]`` in their own dtype: a view for one request, else copies."""
+        nodes = [self._paths[request][-1] for request in requests]
+        rows, slots = self._rows, self._rows.shape[1]
+        if len(requests) == 1:
+            return rows[requests[0], nodes[0]][None]
+        if rows.stride(0) == slots * rows.stride(1):  # one index_select is far faster than two-way indexing
+            flat = [request * slots + node for request, node in zip(requests, nodes, strict=True)]
+            return rows.flatten(0, 1).index_select(0, torch.tensor(flat, device=rows.device))
+        device = rows.device
+        return rows[torch.tensor(requests, device=device), torch.tensor(nodes, device=device)]
+
+    def _drop_unusable(
+        self, requests: list[int], peaks: list[float], lows: list[float] | None = None
+    ) -> list[int]:
+        """Record the status of rows that cannot be sampled from; the places of those that can.
+
+        ``amax`` hands NaN on, so one look at the peak finds it anywhere in the row.
+        """
+        empty_peak = -math.inf if lows is None else 0.0
+        usable = []
+        for place, (request, peak) in enumerate(zip(requests, peaks, strict=True)):
+            if math.isnan(peak) or (lows is not None and lows[place] < 0):
+                self._status[request] = RowStatus.NAN
+            elif peak == math.inf:
+                self._status[request] = RowStatus.POS_INF
+            elif peak == empty_peak:
+                self._status[request] = RowStatus.EMPTY
+            else:
+                usable.append(place)
+        return usable
+
+    def _step_greedy(self, requests: list[int]) -> list[int]:
+        """One level at temperature 0: follow the lowest-index argmax. Returns the requests still walking."""
+        # Exact in float32, whatever the rows' dtype; among equals torch returns the first.
+        peaks, tops = self._gather(requests).float().max(dim=1)
+        chosen = tops.tolist()
+        walking = []
+        for place in self._drop_unusable(requests, peaks.tolist()):
+            request, top = requests[place], chosen[place]
+            for child in self._children(request):
+                if self._tokens[request][child] == top:
+                    self._paths[request].append(child)
+                    walking.append(request)
+                    break
+            else:
+                self._bonus[request] = top
+        return walking
+
+    def _weights(self, requests: list[int]) -> tuple[list[int], torch.Tensor]:
+        """The usable requests and their masses up to a factor, ``[A, blocks * 512]`` float32.
+
+        Logits give ``2 ** ((x - max) / (T ln 2))``, which torch computes several times faster than the
+        equal ``exp((x - max) / T)``. Zero behind the vocabulary.
+        """
+        rows = self._gather(requests)
+        weights = torch.zeros if self._vocab % _BLOCK else torch.empty
+        padded = weights((len(requests), -(-self._vocab // _BLOCK) * _BLOCK), device=rows.device)
+        values = padded[:, : self._vocab]
+        values.copy_(rows)
+        peaks = values.amax(dim=1)
+        is_probs = self._temperatures is None
+        usable = self._drop_unusable(
+            requests, peaks.tolist(), values.amin(dim=1).tolist() if is_probs else None
+        )
+        if len(usable) < len(requests):
+            keep = torch.tensor(usable, dtype=torch.int64, device=rows.device)
+            padded, peaks = padded[keep], peaks[keep]
+            values = padded[:, : self._vocab]
+        requests = [requests[place] for place in usable]
+        if self._temperatures is not None and requests:
+            # A subnormal T * ln 2 may round to 0, and 0 / 0 is no limit.
+            scales = [max(self._temperatures[request] * math.log(2), _TINIEST) for request in requests]
+            # A tensor, not a number: CUDA would multiply by the number's reciprocal, which may be inf.
+            divisor = torch.tensor(scales, device=rows.device)[:, None]
+            values.sub_(peaks[:, None]).div_(divisor).exp2_()
+        return requests, padded
+
+    def _step_sampled(self, requests: list[int]) -> list[int]:
+        """One level at temperatures > 0, or on probabilities. Returns the requests still walking."""
+        requests, weights = self._weights(requests)
+        if not requests:
+            return []
+        children = [self._children(request) for request in requests]
+        lanes = [lane for lane, kids in enumerate(children) for _ in kids]
+        tokens = [self._tokens[requests[lane]][kid] for lane, kids in enumerate(children) for kid in kids]
+        masses: list[float] = []
+        if lanes:
+            index = (torch.tensor(lanes, device=weights.device), torch.tensor(tokens, device=weights.device))
+            values = weights[index]
+            if self._temperatures is not None:
+                totals = weights.view(len(requests), -1, _BLOCK).sum(dim=2).sum(dim=1)
+                values = values / totals[index[0]]
+            masses = values.tolist()
+        walking, stopping = [], []
+        last_with_mass: dict[int, int] = {}
+        place = 0
+        for lane, (request, kids) in enumerate(zip(requests, children, strict=True)):
+            coin = self._accept_coins[request][self._paths[request][-1]]
+            accepted, acc = -1, 0.0
+            for kid, mass in zip(kids, masses[place : place + len(kids)], strict=True):
+                acc = float(np.float32(acc + mass))  # float32, as everyone sums
+                if mass > 0:
+                    last_with_mass[request] = kid
+                    if coin < acc:
+                        accepted = kid
+                        break
+            place += len(kids)
+            if accepted >= 0:
+                self._paths[request].append(accepted)
+                walking.append(request)
+            else:
+                stopping.append(lane)
+        if not stopping:
+            return walking
+        if lanes:
+            weights[index] = 0.0  # what was rejected; rows of accepted children are done with
+        if len(stopping) < len(requests):
+            weights = weights[torch.tensor(stopping, device=weights.device)]
+        stopped = [requests[lane] for lane in stopping]
+        for request, bonus in zip(stopped, self._draw_bonus(weights, stopped), strict=True):
+            if bonus >= 0:
+                self._bonus[request] = bonus
+            else:  # the children cover the support (rounding, or a coin of 1): the last one takes the rest
+                self._paths[request].append(last_with_mass[request])
+                walking.append(request)
+        return walking
+
+    def _draw_bonus(self, residual: torch.Tensor, requests: list[int]) -> list[int]:
+        """Smallest t with ``cumsum(residual)(t) > coin * sum(residual)``; else the last t of positive mass.
+
+        Two levels, so that no float32 sum runs over the whole vocabulary: the block, then the place in
+        it. -1 where the residual is empty.
+        """
+        blocks = residual.view(len(requests), -1, _BLOCK)
+        sums = blocks.sum(dim=2)
+        ends = sums.cumsum(dim=1).tolist()
+        drawn = []
+        for lane, request in enumerate(requests):
+            # Python floats hold the product of two float32 exactly: no rounding decides.
+            target = self._final_coins[request] * ends[lane][-1]
+            if not ends[lane][-1] > 0:
+                drawn.append(-1)
+                continue
+            block = _first_above(ends[lane], target, sums[lane])
+            before = ends[lane][block - 1] if block else 0.0
+            inside = blocks[lane, block]
+            place = _first_above((inside.cumsum(dim=0) + before).tolist(), target, inside)
+            drawn.append(block * _BLOCK + place)
+        return drawn
+
+    def _output(self) -> VerifyOutput:
+        size, slots = self._rows.shape[:2]
+        accept_index = np.full((size, self._depth_cap), -1, np.int32)
+        counts = np.zeros(size, np.int32)
+        predicts = np.full((size, slots), -1, np.int32)
+        for request, path in enumerate(self._paths):
+            if self._status[request] is not RowStatus.OK:
+                continue
+            tokens = [self._tokens[request][node] for node in path[1:]]
+            accept_index[request, : len(path)] = [request * slots + node for node in path]
+            predicts[request, path] = [*tokens, self._bonus[request]]
+            counts[request] = len(path) - 1
+        arrays = (accept_index, counts, predicts.ravel(), np.array(self._status, np.int32))
+        return VerifyOutput(*(torch.from_numpy(array).to(self._rows.device) for array in arrays))
+
+
+def _first_above(sums: list[float], target: float, masses: torch.Tensor) -> int:
+    """First place whose running sum exceeds the target; else the last place of positive mass."""
+    place = bisect_right(sums, target)
+    return place if place < len(sums) else int((masses > 0).nonzero()[-1])

@@ -1,0 +1,92 @@
+"""Backends by name, imported only when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from treeconv.backends.base import Backend, FunctionBackend
+from treeconv.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BACKENDS", "available_backends", "choose_backend", "get_backend"]
+
+#: name -> "module:class"
+BACKENDS = {
+    "reference": "treeconv.backends.reference:ReferenceBackend",
+    "eager": "treeconv.backends.eager:EagerBackend",
+    "triton": "treeconv.backends.triton:TritonBackend",
+    "sgl": "treeconv.backends.sgl:SglBackend",
+}
+_loaded: dict[str, Backend] = {}
+
+
+def get_backend(name: str | Backend) -> Backend:
+    """A backend by its name, by ``module:callable``, or as it is.
+
+    Args:
+        name: one of :data:`BACKENDS`; or ``module:attribute`` naming a backend, a class or factory of
+            one (called without arguments), or a function as :class:`FunctionBackend` takes it.
+
+    Raises:
+        BackendUnavailable: an unknown name, or a module that cannot be imported here; the message says why.
+    """
+    if not isinstance(name, str):
+        if isinstance(name, Backend):
+            return name
+        raise BackendUnavailable(
+            f"backend={name!r}, but must be a name or an object with verify and verify_probs"
+        )
+    if name in _loaded:
+        return _loaded[name]
+    target = BACKENDS.get(name, name)
+    module_name, _, attribute = target.partition(":")
+    if not attribute:
+        raise BackendUnavailable(
+            f"backend={name!r}, but must be one of {', '.join(BACKENDS)}, or module:callable for your own"
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except AttributeError as error:
+        if getattr(error, "name", None) != attribute:
+            raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
+        raise BackendUnavailable(f"backend={name!r}: module {module_name} has no {attribute}") from None
+    except Exception as error:  # a stranger's module may raise anything while it is imported
+        raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
+    if isinstance(found, type) or (not isinstance(found, Backend) and _is_factory(found)):
+        found = found()
+    if not isinstance(found, Backend) and not callable(found):
+        raise BackendUnavailable(
+            f"backend={name!r} is a {type(found).__name__}, but must be a backend or a function"
+        )
+    _loaded[name] = found if isinstance(found, Backend) else FunctionBackend(found, name)
+    return _loaded[name]
+
+
+def _is_factory(found: object) -> bool:
+    code = getattr(found, "__code__", None)
+    return code is not None and code.co_argcount == 0 and code.co_kwonlyargcount == 0
+
+
+def available_backends() -> dict[str, str | None]:
+    """Every backend's name -> None where it can be used here, else the reason why not."""
+    reasons: dict[str, str | None] = {}
+    for name in BACKENDS:
+        try:
+            get_backend(name)
+            reasons[name] = None
+        except BackendUnavailable as error:
+            reasons[name] = str(error)
+    return reasons
+
+
+def choose_backend(device: torch.device) -> Backend:
+    """What ``backend="auto"`` means: ``triton`` on a CUDA device where it can be imported, else ``eager``."""
+    if device.type == "cuda":
+        try:
+            return get_backend("triton")
+        except BackendUnavailable:
+            pass
+    return get_backend("eager")

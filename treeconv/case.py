@@ -1,0 +1,171 @@
+"""One verification call as data: what laws judge, strategies generate and the corpus stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from treeconv.convert import to_verify_input
+from treeconv.errors import InvalidArgument
+from treeconv.tree import Coins, DraftTree, as_float_array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+    from treeconv.tree import VerifyInput
+
+__all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase"]
+
+RowsKind = Literal["logits", "probs"]
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _same_array(left: NDArray[Any], right: NDArray[Any]) -> bool:
+    return left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One tree, its target rows, and its coins.
+
+    Args:
+        tree: n nodes.
+
+        rows: ``[n, V]`` float32, the target's row at each node: logits, or probabilities.
+
+        temperature: >= 0; 0 is greedy. Unused where the rows are probabilities.
+
+        accept: ``[n]`` float32 coins in [0, 1].
+
+        final: float32 coin in [0, 1].
+    """
+
+    tree: DraftTree
+    rows: NDArray[np.float32]
+    temperature: float
+    accept: NDArray[np.float32]
+    final: float
+
+    def __post_init__(self) -> None:
+        rows = np.ascontiguousarray(as_float_array(self.rows), np.float32)
+        accept = np.ascontiguousarray(as_float_array(self.accept), np.float32)
+        if rows.ndim != 2 or rows.shape[0] != len(self.tree) or rows.shape[1] == 0:
+            raise InvalidArgument(f"rows.shape={rows.shape}, but must be ({len(self.tree)}, V), V >= 1")
+        if accept.shape != (len(self.tree),):
+            raise InvalidArgument(f"accept.shape={accept.shape}, but must be ({len(self.tree)},)")
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "accept", accept)
+        object.__setattr__(self, "temperature", float(self.temperature))
+        object.__setattr__(self, "final", float(np.float32(self.final)))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Request)
+            and self.tree == other.tree
+            and (self.temperature, self.final) == (other.temperature, other.final)
+            and _same_array(self.rows, other.rows)
+            and _same_array(self.accept, other.accept)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+    def with_coins(self, accept: Any, final: float) -> Request:
+        """The same tree and rows under other coins."""
+        return replace(self, accept=accept, final=final)
+
+
+@dataclass(frozen=True)
+class CaseTensors:
+    """A case as a backend takes it. Padding is filled with traps: rows of NaN, coins of 0."""
+
+    batch: VerifyInput
+    rows: torch.Tensor
+    temperature: torch.Tensor
+    coins: Coins
+    depth_cap: int
+
+
+@dataclass(frozen=True)
+class VerifyCase:
+    """A batch of requests with one vocabulary.
+
+    Args:
+        requests: at least one; all rows have one V.
+
+        kind: whether ``rows`` are "logits" or "probs".
+
+        num_draft_tokens: N, slots per tree; default the largest tree.
+
+        depth_cap: accept slots, root included; default: deepest tree + 1.
+
+        rows_dtype: what the backend is handed: "float32", "bfloat16" or "float16". The float32 rows must
+            hold values of that dtype exactly.
+    """
+
+    requests: tuple[Request, ...]
+    kind: RowsKind = "logits"
+    num_draft_tokens: int | None = None
+    depth_cap: int | None = None
+    rows_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "requests", tuple(self.requests))
+        if not self.requests:
+            raise InvalidArgument("requests=(), but must hold at least one Request")
+        widths = {request.rows.shape[1] for request in self.requests}
+        if len(widths) > 1:
+            raise InvalidArgument(f"vocabularies {sorted(widths)}, but one case has one vocabulary")
+        if self.kind not in ("logits", "probs"):
+            raise InvalidArgument(f"kind={self.kind!r}, but must be 'logits' or 'probs'")
+        if self.rows_dtype not in _DTYPES:
+            raise InvalidArgument(f"rows_dtype={self.rows_dtype!r}, but must be one of {_DTYPES}")
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the vocabulary size."""
+        return int(self.requests[0].rows.shape[1])
+
+    @property
+    def slots(self) -> int:
+        """N, the slots per tree, root included."""
+        return self.num_draft_tokens or max(len(request.tree) for request in self.requests)
+
+    @property
+    def effective_depth_cap(self) -> int:
+        """The depth cap in force: ``depth_cap``, or the deepest tree's depth + 1."""
+        return self.depth_cap or 1 + max(request.tree.depth for request in self.requests)
+
+    def replace_requests(self, requests: Sequence[Request]) -> VerifyCase:
+        """The same call on other requests; N and the depth cap stay what they were."""
+        return replace(
+            self,
+            requests=tuple(requests),
+            num_draft_tokens=self.slots,
+            depth_cap=self.effective_depth_cap,
+        )
+
+    def tensors(self, device: torch.device | str = "cpu") -> CaseTensors:
+        """The call's tensors on a device."""
+        import torch  # noqa: PLC0415
+
+        batch = to_verify_input([request.tree for request in self.requests], self.slots, device=device)
+        shape = (len(self.requests), self.slots)
+        rows = np.full((*shape, self.vocab_size), np.nan, np.float32)
+        accept = np.zeros(shape, np.float32)
+        for index, request in enumerate(self.requests):
+            rows[index, : len(request.tree)] = request.rows
+            accept[index, : len(request.tree)] = request.accept
+        final = np.array([request.final for request in self.requests], np.float32)
+        temperature = np.array([request.temperature for request in self.requests], np.float32)
+        return CaseTensors(
+            batch=batch,
+            rows=torch.from_numpy(rows).to(getattr(torch, self.rows_dtype)).to(device),
+            temperature=torch.from_numpy(temperature).to(device),
+            coins=Coins(torch.from_numpy(accept).to(device), torch.from_numpy(final).to(device)),
+            depth_cap=self.effective_depth_cap,
+        )

@@ -1,0 +1,425 @@
+"""Between parent-pointer trees and the layouts that verifiers and attention kernels take.
+
+* :func:`to_verify_input` / :func:`to_draft_trees`: EAGLE's first-child / next-sibling layout.
+* :func:`tree_mask` / :func:`from_tree_mask`: the attention mask in SGLang's three modes.
+* :func:`to_eagle` / :func:`from_eagle`: EAGLE's ``parent_list`` / ``top_scores_index`` / ``draft_tokens``.
+
+Every pair restores the trees exactly, and refuses what is no tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeconv._validate import check_int, check_sequence_of_trees, tree_pointers
+from treeconv.errors import InvalidArgument, InvalidTree
+from treeconv.tree import DraftTree, TreeMaskMode, VerifyInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+__all__ = [
+    "EagleDraft",
+    "from_eagle",
+    "from_tree_mask",
+    "to_draft_trees",
+    "to_eagle",
+    "to_verify_input",
+    "tree_mask",
+]
+
+
+def _padded(trees: Sequence[DraftTree], num_slots: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Parents (-1 in padding) and tokens (0 in padding), ``[B, N]`` int64."""
+    sizes = np.fromiter(map(len, trees), np.int64, len(trees))
+    used = np.arange(num_slots) < sizes[:, None]
+    parents = np.full((len(trees), num_slots), -1, np.int64)
+    tokens = np.zeros((len(trees), num_slots), np.int64)
+    total = int(sizes.sum())
+    parents[used] = np.fromiter(chain.from_iterable(tree.parents for tree in trees), np.int64, total)
+    tokens[used] = np.fromiter(chain.from_iterable(tree.token_ids for tree in trees), np.int64, total)
+    return parents, tokens
+
+
+def _depths(parents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Distance from the root of every slot, ``[B, N]``; 0 in padding. Pointer doubling: log2(depth) steps."""
+    num_slots = parents.shape[1]
+    offsets = num_slots * np.arange(parents.shape[0])[:, None]
+    is_child = parents >= 0
+    depth = is_child.astype(np.int64).ravel()
+    jump = np.where(is_child, parents + offsets, np.arange(num_slots) + offsets).ravel()
+    while True:
+        further = depth[jump]
+        if not further.any():
+            return depth.reshape(parents.shape)
+        depth += further
+        jump = jump[jump]
+
+
+def to_verify_input(
+    trees: Sequence[DraftTree],
+    num_draft_tokens: int | None = None,
+    prefix_lens: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> VerifyInput:
+    """Lay a batch of draft trees out as verifiers take it: first child, next sibling, positions.
+
+    Args:
+        trees: B >= 1 trees; their sizes may differ.
+
+        num_draft_tokens: N, the slots per tree, root included; at least the largest tree, which is
+            also the default. Slots behind a tree's nodes are padding: unreachable, token 0.
+
+        prefix_lens: ``[B]`` committed tokens before each root, >= 0 (the position of the root);
+            default 0.
+
+        device: where the tensors are put.
+
+    Returns:
+        A :class:`VerifyInput` of int64 tensors, ``[B, N]`` each.
+
+    Raises:
+        InvalidArgument: no tree, ``num_draft_tokens`` below the largest tree, or bad ``prefix_lens``.
+    """
+    import torch  # noqa: PLC0415  (treeconv imports without torch)
+
+    trees = check_sequence_of_trees(trees)
+    batch = len(trees)
+    largest = max(map(len, trees))
+    if num_draft_tokens is None:
+        num_draft_tokens = largest
+    elif check_int(num_draft_tokens, "num_draft_tokens", 1) < largest:
+        raise InvalidArgument(
+            f"num_draft_tokens={num_draft_tokens}, but must be >= {largest}: tree"
+            f" {max(range(batch), key=lambda b: len(trees[b]))} has that many nodes (root included)"
+        )
+    prefix = np.zeros(batch, np.int64)
+    if prefix_lens is not None:
+        if len(prefix_lens) != batch:
+            raise InvalidArgument(f"len(prefix_lens)={len(prefix_lens)}, but must be {batch}, one per tree")
+        prefix[:] = [check_int(n, f"prefix_lens[{b}]", 0) for b, n in enumerate(prefix_lens)]
+
+    parents, tokens = _padded(trees, num_draft_tokens)
+    shape = parents.shape
+    slots = np.arange(parents.size)
+    first_row_slot = slots.reshape(shape)[:, :1]
+    child = np.flatnonzero(parents >= 0)
+    parent = (parents + first_row_slot).ravel()[child]  # flat slot of each child's parent
+    next_token = np.full(parents.size, -1, np.int64)
+    # Written from the last child to the first: for a repeated index NumPy keeps the last value.
+    next_token[parent[::-1]] = child[::-1] % num_draft_tokens
+    next_sibling = np.full(parents.size, -1, np.int64)
+    order = np.argsort(parent, kind="stable")
+    same_parent = parent[order[1:]] == parent[order[:-1]]
+    elder, younger = child[order[:-1]][same_parent], child[order[1:]][same_parent]
+    next_sibling[elder] = younger % num_draft_tokens
+
+    arrays = {
+        "candidates": tokens,
+        "retrieve_index": slots.reshape(shape),
+        "retrieve_next_token": next_token.reshape(shape),
+        "retrieve_next_sibling": next_sibling.reshape(shape),
+        "positions": _depths(parents) + prefix[:, None],
+        "prefix_lens": prefix,
+    }
+    return VerifyInput(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
+
+
+def to_draft_trees(verify_input: VerifyInput) -> list[DraftTree]:
+    """The draft trees that a converted batch holds: the exact inverse of :func:`to_verify_input`.
+
+    Raises:
+        InvalidTree: a pointer out of range, a slot reached twice (a cycle or a shared child), siblings
+            or parents out of node order, reachable slots that are not 0..n-1, or whatever
+            :class:`DraftTree` refuses. The message names request and node.
+    """
+    candidates = verify_input.candidates.tolist()
+    firsts = verify_input.retrieve_next_token.tolist()
+    siblings = verify_input.retrieve_next_sibling.tolist()
+    trees = []
+    for request, (tokens, first, sibling) in enumerate(zip(candidates, firsts, siblings, strict=True)):
+        parents = tree_pointers(first, sibling, f"request {request}, ")
+        size = sum(parent is not None for parent in parents)
+        for node, parent in enumerate(parents[:size]):
+            if parent is None:
+                raise InvalidTree(
+                    f"request {request}, node {node}: not reachable from the root, but a later node is;"
+                    " the nodes of a tree must fill slots 0..n-1"
+                )
+        kept = [parent for parent in parents[:size] if parent is not None]
+        for node, younger in enumerate(sibling[:size]):
+            if younger != -1 and younger < node:
+                raise InvalidTree(
+                    f"request {request}, node {node}: its next sibling is node {younger}, but siblings"
+                    " must be ordered by node index"
+                )
+        try:
+            trees.append(DraftTree(parents=tuple(kept), token_ids=tuple(tokens[:size])))
+        except InvalidTree as error:
+            raise InvalidTree(f"request {request}: {error}") from None
+    return trees
+
+
+def _visibility(verify_input: VerifyInput) -> torch.Tensor:
+    """``[B, N, N]`` bool, ancestors and self; a padded slot sees itself only. Works on any device."""
+    import torch  # noqa: PLC0415
+
+    first, sibling = verify_input.retrieve_next_token, verify_input.retrieve_next_sibling
+    batch, num_slots = first.shape
+    slots = torch.arange(num_slots, device=first.device).expand(batch, num_slots)
+    # `back` undoes one pointer: first child -> parent, next sibling -> its elder; the root to itself.
+    back = slots.clone()
+    for pointer in (first, sibling):
+        # An unused -1 lands in one spare column behind the row.
+        spare = torch.cat([back, back[:, :1]], dim=1)
+        back = spare.scatter(1, torch.where(pointer < 0, num_slots, pointer), slots)[:, :num_slots]
+    is_younger = torch.zeros((batch, num_slots + 1), dtype=torch.bool, device=first.device)
+    is_younger = is_younger.scatter(1, torch.where(sibling < 0, num_slots, sibling), value=True)[
+        :, :num_slots
+    ]
+    # Every elder sibling's pointer leads on to the parent: skip them by doubling.
+    elder = torch.where(is_younger, back, slots)
+    for _ in range(max(1, (num_slots - 1).bit_length())):
+        elder = elder.gather(1, elder)
+    parent = back.gather(1, elder)
+
+    visible = torch.eye(num_slots, dtype=torch.bool, device=first.device).repeat(batch, 1, 1)
+    jump = parent
+    for _ in range(max(1, (num_slots - 1).bit_length())):
+        visible |= visible.gather(1, jump[:, :, None].expand(-1, -1, num_slots))
+        jump = jump.gather(1, jump)
+    return visible
+
+
+def tree_mask(verify_input: VerifyInput, mode: TreeMaskMode = TreeMaskMode.FULL_MASK) -> torch.Tensor:
+    """The tree attention mask: each node sees the prefix, its ancestors and itself.
+
+    Args:
+        verify_input: a valid batch.
+
+        mode: see :class:`TreeMaskMode` for the layouts.
+
+    Returns:
+        A tensor on the batch's device. A padded slot sees itself only, not even the prefix, so that it
+        changes nothing and no row of a softmax is empty.
+
+    Raises:
+        InvalidArgument: an unknown mode.
+    """
+    import torch  # noqa: PLC0415
+
+    if mode not in set(TreeMaskMode):
+        raise InvalidArgument(f"mode={mode!r}, but must be one of {[m.name for m in TreeMaskMode]}")
+    visible = _visibility(verify_input)
+    batch, num_slots, _ = visible.shape
+    if mode == TreeMaskMode.QLEN_ONLY:
+        return visible
+    if mode == TreeMaskMode.FULL_MASK:
+        real = visible[:, :, 0]  # every node sees the root; padding does not
+        rows = []
+        for tree, is_node, prefix in zip(visible, real, verify_input.prefix_lens.tolist(), strict=True):
+            rows.append(torch.cat([is_node[:, None].expand(-1, prefix), tree], dim=1).flatten())
+        return torch.cat(rows)
+    words = -(-num_slots // 32)
+    bits = torch.nn.functional.pad(visible, (0, 32 * words - num_slots)).reshape(batch, num_slots, words, 32)
+    weights = 1 << torch.arange(32, device=visible.device)
+    packed = (bits * weights).sum(-1)
+    if num_slots > 32:
+        return packed.to(torch.uint32)
+    narrowest = torch.uint8 if num_slots <= 8 else torch.uint16 if num_slots <= 16 else torch.uint32
+    return packed[:, :, 0].to(narrowest)
+
+
+def _unpack_mask(
+    mask: NDArray[Any], mode: TreeMaskMode, batch: int, num_slots: int, prefix_lens: Sequence[int]
+) -> NDArray[np.bool_]:
+    square = (batch, num_slots, num_slots)
+    if mode == TreeMaskMode.FULL_MASK:
+        widths = [num_slots * (prefix + num_slots) for prefix in prefix_lens]
+        if mask.size != sum(widths):
+            raise InvalidArgument(f"mask holds {mask.size} values, but FULL_MASK must hold {sum(widths)}")
+        parts = np.split(mask.astype(bool).ravel(), np.cumsum(widths)[:-1])
+        return np.stack([part.reshape(num_slots, -1)[:, -num_slots:] for part in parts])
+    if mode == TreeMaskMode.QLEN_ONLY:
+        if mask.size != batch * num_slots**2:
+            raise InvalidArgument(f"mask holds {mask.size} values, but QLEN_ONLY must hold {square}")
+        return mask.astype(bool).reshape(square)
+    words = mask.astype(np.int64).reshape(batch, num_slots, -1)
+    bits = (words[..., None] >> np.arange(32)) & 1
+    return bits.reshape(batch, num_slots, -1)[:, :, :num_slots].astype(bool)
+
+
+def from_tree_mask(
+    mask: torch.Tensor,
+    token_ids: torch.Tensor,
+    mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
+    prefix_lens: Sequence[int] | None = None,
+) -> list[DraftTree]:
+    """The trees that a mask describes: a node's parent is its nearest visible ancestor.
+
+    Args:
+        mask: as :func:`tree_mask` returns it.
+
+        token_ids: ``[B, N]`` integers, the token of each slot (``VerifyInput.candidates``).
+
+        mode: the mask's layout.
+
+        prefix_lens: ``[B]``, needed to cut a FULL_MASK; default 0.
+
+    Raises:
+        InvalidArgument: sizes that do not fit.
+        InvalidTree: a row that is not "ancestors and self" of any tree. The message names the node.
+    """
+    tokens = token_ids.tolist()
+    batch, num_slots = len(tokens), len(tokens[0])
+    prefixes = [0] * batch if prefix_lens is None else list(prefix_lens)
+    visible = _unpack_mask(mask.cpu().numpy(), TreeMaskMode(mode), batch, num_slots, prefixes)
+    trees = []
+    for request in range(batch):
+        rows = visible[request]
+        size = int(rows[:, 0].sum())  # only real nodes see the root
+        parents = []
+        for node in range(size):
+            ancestors = np.flatnonzero(rows[node][:node]).tolist()
+            parents.append(ancestors[-1] if ancestors else -1)
+            want = rows[parents[-1]].copy() if ancestors else np.zeros(num_slots, bool)
+            want[node] = True
+            if (node and not ancestors) or not np.array_equal(rows[node], want):
+                raise InvalidTree(
+                    f"request {request}, node {node}: its mask row {rows[node].astype(int).tolist()} is not"
+                    f" the row of an earlier node plus itself, so it is no row of a tree mask"
+                )
+        trees.append(DraftTree(parents=tuple(parents), token_ids=tuple(tokens[request][:size])))
+    return trees
+
+
+@dataclass(frozen=True)
+class EagleDraft:
+    """A batch of equal-sized trees as EAGLE's draft loop hands them to ``build_tree_kernel_efficient``.
+
+    Candidate number ``c`` of the draft loop is child ``c % topk`` of beam ``c // topk``; beam 0 is the
+    root and beam ``g >= 1`` is candidate ``parent_list[:, g]``; step ``s`` opens beams
+    ``1 + (s - 1) * topk`` to ``s * topk``.
+
+    Args:
+        parent_list: ``[B, topk * (depth - 1) + 1]`` int64, -1 at beam 0 and in unused beams.
+
+        top_scores_index: ``[B, n - 1]`` int64, the candidate number of nodes 1..n-1. SGLang sorts it;
+            a best-first tree keeps its own order here, which its kernel takes as well.
+
+        draft_tokens: ``[B, n - 1]`` int64, the token of nodes 1..n-1.
+
+        root_token_ids: ``[B]`` int64, the last committed token (SGLang's ``verified_id``).
+
+        topk: children per beam and beams per step, >= 1.
+    """
+
+    parent_list: torch.Tensor
+    top_scores_index: torch.Tensor
+    draft_tokens: torch.Tensor
+    root_token_ids: torch.Tensor
+    topk: int
+
+
+def to_eagle(trees: Sequence[DraftTree], topk: int | None = None) -> EagleDraft:
+    """Write trees as EAGLE's draft loop would have.
+
+    Args:
+        trees: B >= 1 trees of one size (EAGLE has no padding).
+
+        topk: beam width; the default is the least that fits: no node has more children, and no depth
+            has more nodes with children.
+
+    Raises:
+        InvalidArgument: trees of several sizes, or ``topk`` too small.
+    """
+    import torch  # noqa: PLC0415
+
+    trees = check_sequence_of_trees(trees)
+    sizes = {len(tree) for tree in trees}
+    if len(sizes) > 1:
+        raise InvalidArgument(f"tree sizes {sorted(sizes)}, but EAGLE's layout takes trees of one size")
+    inner_per_depth: dict[tuple[int, int], int] = {}
+    for index, tree in enumerate(trees):
+        for node, kids in enumerate(tree.children):
+            if kids and node:
+                key = (index, tree.depths[node])
+                inner_per_depth[key] = inner_per_depth.get(key, 0) + 1
+    widest = max(len(kids) for tree in trees for kids in tree.children)
+    needed = max(1, widest, *inner_per_depth.values()) if inner_per_depth else max(1, widest)
+    topk = needed if topk is None else check_int(topk, "topk", needed)
+
+    depth = max(1, *(tree.depth for tree in trees))
+    parent_list = np.full((len(trees), topk * (depth - 1) + 1), -1, np.int64)
+    size = sizes.pop()
+    numbers = np.zeros((len(trees), size), np.int64)
+    for index, tree in enumerate(trees):
+        opened = [0] * (depth + 1)
+        for node, kids in enumerate(tree.children):
+            if not kids:
+                continue
+            beam = 0
+            if node:
+                level = tree.depths[node]
+                beam = 1 + (level - 1) * topk + opened[level]
+                opened[level] += 1
+                parent_list[index, beam] = numbers[index, node]
+            for place, kid in enumerate(kids):
+                numbers[index, kid] = beam * topk + place
+    tokens = np.array([tree.token_ids for tree in trees], np.int64)
+    return EagleDraft(
+        parent_list=torch.from_numpy(parent_list),
+        top_scores_index=torch.from_numpy(numbers[:, 1:].copy()),
+        draft_tokens=torch.from_numpy(tokens[:, 1:].copy()),
+        root_token_ids=torch.from_numpy(tokens[:, 0].copy()),
+        topk=topk,
+    )
+
+
+def from_eagle(draft: EagleDraft) -> list[DraftTree]:
+    """The trees that EAGLE's tensors describe: the inverse of :func:`to_eagle`.
+
+    Raises:
+        InvalidTree: a node whose parent was not selected (SGLang's kernel reads another request's row
+            there) or comes after it, and whatever :class:`DraftTree` refuses. The message names it.
+    """
+    topk = check_int(draft.topk, "topk", 1)
+    trees = []
+    rows = zip(
+        draft.parent_list.tolist(),
+        draft.top_scores_index.tolist(),
+        draft.draft_tokens.tolist(),
+        draft.root_token_ids.tolist(),
+        strict=True,
+    )
+    for request, (beams, numbers, tokens, root) in enumerate(rows):
+        node_of = {number: node for node, number in enumerate(numbers, start=1)}
+        parents = [-1]
+        for node, number in enumerate(numbers, start=1):
+            beam = number // topk
+            if beam == 0 and number >= 0:
+                parents.append(0)
+                continue
+            if not 0 < beam < len(beams):
+                raise InvalidTree(
+                    f"request {request}, node {node}: top_scores_index={number} names beam {beam}, but"
+                    f" parent_list holds beams 0..{len(beams) - 1}"
+                )
+            if beams[beam] not in node_of:
+                raise InvalidTree(
+                    f"request {request}, node {node}: its parent is candidate {beams[beam]}, which is not in"
+                    " top_scores_index; a selected node's parent must be selected too"
+                )
+            parents.append(node_of[beams[beam]])
+        try:
+            trees.append(DraftTree(parents=tuple(parents), token_ids=(root, *tokens)))
+        except InvalidTree as error:
+            raise InvalidTree(f"request {request}: {error}") from None
+    return trees

@@ -1,0 +1,281 @@
+"""Hold what a verifier returned against the oracle, and say in plain words what is wrong.
+
+Everything here is about one request under one coin vector; :mod:`treeconv.laws` decides which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from treeconv import oracle
+from treeconv.errors import LawBroken
+from treeconv.tree import DraftTree, RowStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from treeconv.case import Request, VerifyCase
+    from treeconv.oracle import Stop, TargetRows
+    from treeconv.tree import VerifyOutput
+
+__all__ = ["Observed", "Violation", "explain", "is_ambiguous", "judge", "observe", "target_rows"]
+
+_MAX_LISTED = 8  # masses listed per node in a picture
+_MAX_LINES = 16  # of a picture
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a verifier did with one request; ``broken`` says how its output contradicts itself."""
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    status: RowStatus
+    broken: str | None = None
+
+    def __str__(self) -> str:
+        if self.broken:
+            return self.broken
+        if self.status is not RowStatus.OK:
+            return f"status {self.status.name}, nothing emitted"
+        nodes = " -> ".join(map(str, self.path))
+        return f"path {nodes}, then bonus token {self.tokens[-1]} (emitted {list(self.tokens)})"
+
+
+@dataclass(frozen=True)
+class Violation(Exception):
+    """One wrong decision.
+
+    Args:
+        request: index in the case.
+
+        got: what the verifier did; where it is an :class:`Observed`, the picture shows its path.
+
+        want: what the oracle does.
+
+        why: the deciding number: boundary, coin and their distance.
+    """
+
+    request: int
+    got: Observed | str
+    want: str
+    why: str = ""
+    coins: tuple[tuple[float, ...], float] | None = field(default=None)
+
+
+def target_rows(request: Request, kind: str) -> TargetRows:
+    """The oracle's view of a request's rows."""
+    if kind == "probs":
+        return oracle.TargetRows.from_probs(request.rows)
+    return oracle.TargetRows.from_logits(request.rows, request.temperature)
+
+
+def observe(trees: Sequence[DraftTree], output: VerifyOutput, slots: int) -> list[Observed]:
+    """Read SGLang's layout back per request, and check that it holds one root path each.
+
+    ``broken`` is set where counts, indices and tokens contradict each other: then no law is kept.
+    """
+    rows = zip(
+        trees,
+        output.accept_index.tolist(),
+        output.accept_token_num.tolist(),
+        output.status.tolist(),
+        strict=True,
+    )
+    predicts = output.predicts.tolist()
+    return [
+        _observe_one(tree, row, count, status, predicts, request, slots)
+        for request, (tree, row, count, status) in enumerate(rows)
+    ]
+
+
+def _observe_one(
+    tree: DraftTree,
+    row: list[int],
+    count: int,
+    status: int,
+    predicts: list[int],
+    request: int,
+    slots: int,
+) -> Observed:
+    base = request * slots
+
+    def broken(what: str) -> Observed:
+        return Observed((), (), RowStatus.OK, f"accept_index {row}, accept_token_num {count}: {what}")
+
+    if status:
+        if count or any(index != -1 for index in row):
+            return broken(f"status {status} but something was emitted")
+        if any(token != -1 for token in predicts[base : base + slots]):
+            return broken(f"status {status} but predicts holds tokens")
+        return Observed((), (), RowStatus(status))
+    if not 0 <= count < len(row):
+        return broken(f"the count must be in [0, {len(row) - 1}], the accept slots besides the root")
+    used, rest = row[: count + 1], row[count + 1 :]
+    if any(index != -1 for index in rest):
+        return broken("slots behind the accepted path must be -1")
+    path = tuple(index - base for index in used)
+    if path[0] != 0:
+        return broken(f"must begin at the root's flat index {base}")
+    for before, node in pairwise(path):
+        if not 0 < node < len(tree) or tree.parents[node] != before:
+            return broken(f"flat index {node + base} is no child of {before + base}: not one root path")
+    tokens = tuple(predicts[index] for index in used)
+    for node, token in zip(path[1:], tokens[:-1], strict=True):
+        if token != tree.token_ids[node]:
+            return broken(f"predicts says {token} before node {node}, whose token is {tree.token_ids[node]}")
+    return Observed(path, tokens, RowStatus.OK)
+
+
+def _stops(tree: DraftTree, rows: TargetRows, accept: Sequence[float], depth_cap: int) -> Iterable[Stop]:
+    return oracle.admissible_stops(tree, rows, accept, depth_cap)
+
+
+def is_ambiguous(
+    tree: DraftTree, rows: TargetRows, accept: Sequence[float], final: float, depth_cap: int
+) -> bool:
+    """Whether float32 may rightly decide these coins in more than one way."""
+    stops = list(_stops(tree, rows, accept, depth_cap))
+    if len(stops) != 1:
+        return True
+    if not stops[0].path:
+        return False
+    bonus = rows[stops[0].path[-1]].bonus(stops[0].rejected)
+    return sum(bonus.admits(token, final) for token in bonus.tokens) != 1
+
+
+def judge(
+    tree: DraftTree,
+    rows: TargetRows,
+    accept: Sequence[float],
+    final: float,
+    depth_cap: int,
+    observed: Observed,
+) -> tuple[str, str] | None:
+    """None if the decision is right, or inside the ambiguity band; else ``(want, why)``."""
+    if observed.broken is None:
+        for stop in _stops(tree, rows, accept, depth_cap):
+            if stop.status is not observed.status or stop.path != observed.path:
+                continue
+            if stop.status is not RowStatus.OK:
+                return None
+            if rows[stop.path[-1]].bonus(stop.rejected).admits(observed.tokens[-1], final):
+                return None
+    want = oracle.canonical_walk(tree, rows, accept, final, depth_cap)
+    wanted = Observed(want.path, want.tokens, want.status)
+    return str(wanted), _deciding_number(tree, rows, accept, final, depth_cap, observed, wanted)
+
+
+def _deciding_number(
+    tree: DraftTree,
+    rows: TargetRows,
+    accept: Sequence[float],
+    final: float,
+    depth_cap: int,
+    got: Observed,
+    want: Observed,
+) -> str:
+    """Where the two walks part, the coin that decided there, and how far it is from the boundary."""
+    if got.broken or not want.path or not got.path:
+        return ""
+    shared = 0
+    while shared < min(len(got.path), len(want.path)) and got.path[shared] == want.path[shared]:
+        shared += 1
+    node = want.path[shared - 1]
+    tested = oracle.child_tokens(tree, node) if shared < depth_cap else []
+    if got.path != want.path:
+        coin: float = accept[node]
+        what = "coin"
+        bounds = rows[node].accept_bounds(tested)
+        if not bounds:
+            return f"node {node}: no child may be accepted here (accept slots: {depth_cap})"
+    else:
+        coin, what = final, "final coin"
+        bounds = rows[node].bonus(tested).boundaries()
+        token = got.tokens[-1]
+        if not rows[node].may_have_mass(token):
+            return f"node {node}: token {token} has no mass there (p = 0)"
+        if token in tested:
+            return f"node {node}: token {token} was tested and rejected there, so it is not in the residual"
+        if not bounds:
+            return f"node {node}: only token {want.tokens[-1]} is left in the residual"
+    lower, upper = min(bounds, key=lambda bound: abs(float(bound[0]) - coin))
+    distance = coin - float(lower)
+    band = float(upper) - float(lower)
+    return (
+        f"node {node}: {what} {coin!r} against boundary {float(lower)!r}:"
+        f" distance {distance:+.3g}, ambiguity band {band:.1g}"
+    )
+
+
+def _masses(rows: TargetRows, node: int, vocab: int) -> str:
+    row = rows[node]
+    if row.status is not RowStatus.OK:
+        return f"row: {row.status.name}"
+    masses = [(token, float(row.mass(token))) for token in range(min(vocab, 4096)) if row.mass(token)]
+    if len(masses) > _MAX_LISTED:
+        masses = sorted(masses, key=lambda item: -item[1])[:_MAX_LISTED]
+        return "p = {" + ", ".join(f"{token}: {mass:.4g}" for token, mass in masses) + ", ...}"
+    return "p = {" + ", ".join(f"{token}: {mass:.6g}" for token, mass in masses) + "}"
+
+
+def _worth_drawing(
+    tree: DraftTree,
+    rows: TargetRows,
+    accept: Sequence[float],
+    final: float,
+    depth_cap: int,
+    got: Observed | str,
+) -> set[int]:
+    """All nodes of a small tree; of a large one the two paths and the siblings tested beside them."""
+    if len(tree) < _MAX_LINES:
+        return set(range(len(tree)))
+    keep = set(oracle.canonical_walk(tree, rows, accept, final, depth_cap).path) | {0}
+    if isinstance(got, Observed):
+        keep |= set(got.path)
+    for node in sorted(keep - {0}):
+        siblings = tree.children[tree.parents[node]]
+        place = siblings.index(node)
+        keep |= set(siblings[max(0, place - 1) : place + 2])
+    return keep
+
+
+def explain(
+    law: str,
+    meaning: str,
+    backend: str,
+    case: VerifyCase,
+    violation: Violation,
+) -> LawBroken:
+    """The failure a person reads: law, picture of the tree with its laws and coins, got, want, distance."""
+    request: Any = case.requests[violation.request]
+    accept, final = violation.coins or (tuple(request.accept.tolist()), request.final)
+    rows = target_rows(request, case.kind)
+    keep = _worth_drawing(request.tree, rows, accept, final, case.effective_depth_cap, violation.got)
+    notes = {
+        node: _masses(rows, node, case.vocab_size)
+        + (f"  coin {accept[node]!r}" if request.tree.children[node] else "")
+        for node in keep
+    }
+    picture = request.tree.draw(notes, keep).splitlines()
+    if len(picture) > _MAX_LINES:
+        picture = [*picture[: _MAX_LINES - 1], f"... ({len(request.tree)} nodes in all)"]
+    temperature = "" if case.kind == "probs" else f", temperature {request.temperature!r}"
+    summary = (
+        f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"
+        f" {case.rows_dtype}{temperature}, {case.effective_depth_cap} accept slots, final coin {final!r}"
+    )
+    lines = [
+        f"law broken: {law}",
+        f"  meaning:  {meaning}",
+        f"  backend:  {backend}",
+        f"  case:     {summary}",
+        *("  " + line for line in picture),
+        f"  got:      {violation.got}",
+        f"  want:     {violation.want}",
+    ]
+    if violation.why:
+        lines.append(f"  because:  {violation.why}")
+    return LawBroken("\n".join(lines), law=law, backend=backend, case=case)

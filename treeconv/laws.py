@@ -1,0 +1,173 @@
+"""The laws a lossless tree verifier keeps, each one function, shared by pytest, the CLI and the fuzzer.
+
+A law takes a case and a backend, calls the backend, and raises :class:`LawBroken` with a message that a
+person who never saw this code understands. It returns how many decisions it judged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from treeconv import _law_checks as check
+from treeconv._drive import as_probs
+from treeconv.judge import Violation, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from treeconv.backends.base import Backend
+    from treeconv.case import VerifyCase
+
+__all__ = ["BACKEND_LAWS", "Law", "law_named", "why_not"]
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law about a verifier.
+
+    Args:
+        name: what failures and tables call it.
+
+        meaning: one line for a person who never read the design.
+
+        check: ``(case, backend, device) -> decisions judged``; raises :class:`Violation`.
+
+        cases: the kind of case it is about, a key of ``strategies.cases_for``.
+    """
+
+    name: str
+    meaning: str
+    check: Callable[[VerifyCase, Backend, str], int]
+    cases: str
+
+    def run(self, case: VerifyCase, backend: Backend, device: str = "cpu") -> int:
+        """Judge one case.
+
+        Returns:
+            How many decisions were judged; 0 where the case has nothing for this law.
+
+        Raises:
+            LawBroken: the readable failure.
+        """
+        handed = as_probs(case) if case.kind == "logits" and not backend.traits.takes_logits else case
+        try:
+            return self.check(handed, backend, device)
+        except Violation as violation:
+            error = explain(self.name, self.meaning, backend.name, handed, violation)
+            error.case = case  # what a replay starts from
+            raise error from None
+
+
+def why_not(law: Law, backend: Backend) -> str | None:
+    """Why a law does not apply to a backend, or None where it does."""
+    if law.cases in ("dyadic", "dyadic_small", "zero_mass") and not backend.traits.takes_probs:
+        return "needs the probability interface (verify_probs), which dyadic laws are stated in"
+    if law.cases == "bad_rows" and not backend.traits.reports_status:
+        return "the backend does not claim to report unusable rows"
+    return None
+
+
+BACKEND_LAWS: tuple[Law, ...] = (
+    Law(
+        "oracle-agreement",
+        "on every coin the verifier decides as the exact oracle does",
+        check.oracle_agreement,
+        "logits",
+    ),
+    Law(
+        "oracle-agreement-wide",
+        "the same over trees of up to 70 nodes and vocabularies of thousands",
+        check.oracle_agreement,
+        "wide",
+    ),
+    Law(
+        "critical-coins",
+        "at each bucket boundary and its float neighbours the decision flips exactly where the oracle says",
+        check.critical_coins,
+        "dyadic",
+    ),
+    Law(
+        "critical-coins-logits",
+        "from logits, decisions flip within the ambiguity band of float32 around each exact boundary",
+        check.critical_coins,
+        "logits",
+    ),
+    Law(
+        "positive-mass",
+        "an emitted token has p > 0 for every coin in [0, 1]",
+        check.positive_mass,
+        "zero_mass",
+    ),
+    Law(
+        "positive-mass-logits",
+        "a token with logit -inf is never emitted, for every coin in [0, 1]",
+        check.positive_mass,
+        "zero_mass_logits",
+    ),
+    Law(
+        "outcome-law",
+        "the text starts with s exactly as often as the target's own law says, for every s it can show",
+        check.outcome_law,
+        "dyadic",
+    ),
+    Law(
+        "autoregressive",
+        "two chained verification steps write text with the law of plain sampling, whatever was drafted",
+        check.autoregressive,
+        "dyadic_small",
+    ),
+    Law(
+        "greedy",
+        "temperature 0 is the lowest-index argmax whatever the coins, and tiny temperatures approach it",
+        check.greedy,
+        "logits",
+    ),
+    Law("chain", "a tree of width 1 is a linear draft: keep tokens while coin < p", check.chain, "chains"),
+    Law(
+        "more-children",
+        "one more child never loses an acceptance under the same coins",
+        check.more_children,
+        "logits",
+    ),
+    Law(
+        "accepted-length",
+        "the expected number of accepted drafts is the sum of the masses of the paths to the nodes",
+        check.accepted_length,
+        "dyadic",
+    ),
+    Law(
+        "depth-cap",
+        "at most depth_cap - 1 drafts are accepted, and at the cap the bonus comes from the full law",
+        check.depth_cap,
+        "dyadic",
+    ),
+    Law(
+        "batch-invariance",
+        "a request decides alike alone, padded, permuted and batched, whatever its neighbours' temperatures",
+        check.batch_invariance,
+        "batches",
+    ),
+    Law(
+        "purity",
+        "inputs are not written to, and nothing depends on what an earlier call left in a buffer",
+        check.purity,
+        "batches",
+    ),
+    Law("determinism", "the same call gives the same bits", check.determinism, "batches"),
+    Law(
+        "bad-rows",
+        "a visited row of NaN, +inf or only -inf is reported for its own request, and only there",
+        check.bad_rows,
+        "bad_rows",
+    ),
+)
+
+
+def law_named(name: str) -> Law:
+    """The backend law of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {law.name: law for law in BACKEND_LAWS}[name]

@@ -1,0 +1,463 @@
+"""The law at one node, as the oracle sees it: exact numbers, or an enclosure of what float32 computes.
+
+Both kinds of row answer the same questions. Boundaries are ``(lower, upper)`` pairs: below ``lower`` and
+at or above ``upper`` a coin's decision is certain; between them (the *ambiguity band*) either neighbour
+is right. An :class:`ExactRow` has ``lower == upper`` wherever float32 itself is exact.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from fractions import Fraction
+from functools import cached_property
+from math import lcm
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from treeconv.errors import InvalidArgument
+from treeconv.tree import RowStatus, as_float_array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    Number = Fraction | float
+
+__all__ = ["ROUNDING", "Bonus", "EnclosedRow", "ExactRow", "Row", "TargetRows", "enclosure"]
+
+ROUNDING = 2.0**-24  # unit roundoff of float32: half the distance from 1 to its upper neighbour
+_MAY_FLUSH = 2.0**-120  # masses below this may underflow to 0 in float32
+_FLOAT64_SLACK = 1e-11  # the enclosure's own float64 error, far below ROUNDING
+
+
+def _sum_error(terms: int) -> float:
+    """Relative error of a float32 sum of ``terms`` non-negative numbers: plain up to 32 terms, blocked above.
+
+    A blocked or pairwise sum of V terms errs by the block's additions plus log2 of the number of blocks
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). A plain running sum over a
+    large vocabulary is worse than this, and is flagged.
+    """
+    if terms <= 1:
+        return 0.0
+    return min(terms - 1, 32 + 2 * float(np.log2(terms))) * ROUNDING
+
+
+class Bonus:
+    """The bonus draw at one node, given the tokens that were tested and rejected there.
+
+    Args:
+        tokens: ``[m]`` the tokens that may have residual mass, ascending.
+
+        sums: ``[m]`` their running sums, up to a common factor: the canonical decision.
+
+        certain: ``[m]`` whether the token has mass in every correct sampler.
+
+        bounds: gives, when asked, ``[m]`` lower and ``[m]`` upper bounds of the *normalised* running sums.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        sums: Sequence[Number],
+        certain: Sequence[bool] | None,
+        bounds: Callable[[], tuple[Sequence[Number], Sequence[Number]]],
+    ) -> None:
+        self.tokens = tokens
+        self.sums = sums
+        self._bounds = bounds
+        self._certain = certain
+
+    @property
+    def may_have_mass(self) -> bool:
+        """Whether any token is left to draw."""
+        return len(self.tokens) > 0
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {token: place for place, token in enumerate(self.tokens)}
+
+    @cached_property
+    def _first_last(self) -> int:
+        """From this place on a token may be the last one with mass, to which a coin of 1 falls."""
+        if self._certain is None:
+            return len(self.tokens) - 1
+        return max((place for place, sure in enumerate(self._certain) if sure), default=0)
+
+    @cached_property
+    def bounds(self) -> tuple[Sequence[Number], Sequence[Number]]:
+        """``[m]`` lower and upper bounds of the normalised running sum up to and including each token."""
+        return self._bounds()
+
+    def admits(self, token: int, coin: float) -> bool:
+        """Whether a correct sampler may draw ``token`` with this coin."""
+        place = self._place.get(token)
+        lower, upper = self.bounds
+        if place is None or (place and lower[place - 1] > coin):
+            return False
+        return bool(upper[place] > coin) or place >= self._first_last
+
+    def draw(self, coin: Number) -> int:
+        """The canonical token: smallest t with ``sum(t) > coin * total``, else the last of positive mass."""
+        target = coin * self.sums[-1]
+        # The last place is where a coin of 1 falls: no sum exceeds the target.
+        return self.tokens[bisect_right(self.sums, target, 0, len(self.sums) - 1)]
+
+    def boundaries(self) -> list[tuple[Number, Number]]:
+        """``(lower, upper)`` of each boundary between one token and the next."""
+        lower, upper = self.bounds
+        return list(zip(lower[:-1], upper[:-1], strict=True))
+
+
+class Row(Protocol):
+    """What the walk asks of the law at one node."""
+
+    status: RowStatus
+    vocab_size: int
+
+    def mass(self, token: int) -> Number:
+        """Best estimate of p(token); 0 outside the vocabulary."""
+
+    def may_have_mass(self, token: int) -> bool:
+        """Whether a correct sampler may see positive mass at this token."""
+
+    def must_have_mass(self, token: int) -> bool:
+        """Whether every correct sampler sees positive mass at this token."""
+
+    def accept_bounds(self, tokens: Sequence[int]) -> list[tuple[Number, Number]]:
+        """``(lower, upper)`` of the accumulated mass after each child, in test order."""
+
+    def residual_may_be_empty(self, rejected: Sequence[int]) -> bool:
+        """Whether a correct sampler may find no mass outside the rejected tokens."""
+
+    def bonus(self, rejected: Sequence[int]) -> Bonus:
+        """The bonus draw when these tokens were tested and rejected."""
+
+
+class ExactRow:
+    """The law at one node as exact numbers.
+
+    Args:
+        values: ``[V]`` floats (taken at their exact values), ints or Fractions, >= 0. The total need not
+            be 1: coins are compared with the plain running sum, the bonus draw is relative.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self._fractions: list[Fraction] | None = None
+        self._floats: NDArray[np.float64] | None = None
+        self._bonus: dict[tuple[int, ...], Bonus] = {}
+        is_list = isinstance(values, (list, tuple))
+        if is_list and any(isinstance(value, Fraction) for value in values):
+            self._fractions = [Fraction(value) for value in values]
+            self.vocab_size = len(values)
+            peak: Number = max(self._fractions)
+            is_bad = min(self._fractions) < 0
+        else:
+            row = as_float_array(values).astype(np.float64)
+            if row.ndim != 1 or row.size == 0:
+                raise InvalidArgument(f"target row has shape {row.shape}, but must be [vocab], vocab >= 1")
+            self._floats = row
+            self.vocab_size = int(row.size)
+            peak = float(row.max())
+            is_bad = bool(np.isnan(row).any() or row.min() < 0)
+        self.status = (
+            RowStatus.NAN
+            if is_bad
+            else RowStatus.POS_INF
+            if peak == np.inf
+            else RowStatus.OK
+            if peak > 0
+            else RowStatus.EMPTY
+        )
+
+    @classmethod
+    def one_hot(cls, vocab_size: int, token: int) -> ExactRow:
+        """All mass on one token: the law at temperature 0."""
+        row = np.zeros(vocab_size)
+        row[token] = 1
+        return cls(row)
+
+    def mass(self, token: int) -> Fraction:
+        """p(token), exactly."""
+        if not 0 <= token < self.vocab_size:
+            return Fraction(0)
+        if self._fractions is not None:
+            return self._fractions[token]
+        assert self._floats is not None
+        return Fraction(float(self._floats[token]))
+
+    @cached_property
+    def weights(self) -> tuple[list[int], int]:
+        """Integer weights of all tokens, and their common denominator."""
+        if self._fractions is not None:
+            denominator = lcm(*(value.denominator for value in self._fractions))
+            scaled = [value.numerator * (denominator // value.denominator) for value in self._fractions]
+            return scaled, denominator
+        assert self._floats is not None
+        mantissas, exponents = np.frexp(self._floats)
+        integers = (mantissas * 2.0**53).astype(np.int64)
+        shifts = exponents.astype(np.int64) - 53
+        least = min(0, int(shifts[integers != 0].min(initial=0)))
+        shifted = [
+            value << (shift - least) if value else 0
+            for value, shift in zip(integers.tolist(), shifts.tolist(), strict=True)
+        ]
+        return shifted, 1 << -least
+
+    def may_have_mass(self, token: int) -> bool:
+        """p(token) > 0."""
+        return self.mass(token) > 0
+
+    must_have_mass = may_have_mass
+
+    def accept_bounds(self, tokens: Sequence[int]) -> list[tuple[Number, Number]]:
+        """The running sums, exactly; float32 computes them exactly too (dyadic masses)."""
+        bounds: list[tuple[Number, Number]] = []
+        total = Fraction(0)
+        for token in tokens:
+            total += self.mass(token)
+            bounds.append((total, total))
+        return bounds
+
+    def residual_may_be_empty(self, rejected: Sequence[int]) -> bool:
+        """Whether nothing but rejected tokens has mass."""
+        return not self.bonus(rejected).may_have_mass
+
+    def bonus(self, rejected: Sequence[int]) -> Bonus:
+        """The bonus draw; its inner boundaries carry one float32 rounding unless the sum is a power of two.
+
+        A float32 sampler compares a running sum with ``coin * total``: the sums are exact, the product
+        is rounded once, which moves the boundary by at most one part in 2**24.
+        """
+        key = tuple(sorted(rejected))
+        if key not in self._bonus:
+            banned = set(key)
+            tokens: list[int] = []
+            sums: list[int] = []
+            total = 0
+            for token, weight in enumerate(self.weights[0]):
+                if weight > 0 and token not in banned:
+                    total += weight
+                    tokens.append(token)
+                    sums.append(total)
+
+            def bounds() -> tuple[list[Fraction], list[Fraction]]:
+                slack = Fraction(0) if total & (total - 1) == 0 else Fraction(1 + 2**20, 2**44)
+                points = [Fraction(value, total) for value in sums]
+                inner, last = points[:-1], points[-1:]
+                return [p * (1 - slack) for p in inner] + last, [p * (1 + slack) for p in inner] + last
+
+            self._bonus[key] = Bonus(tokens, sums, None, bounds)
+        return self._bonus[key]
+
+    @property
+    def lower(self) -> NDArray[np.float64]:
+        """``[V]`` float64 probabilities."""
+        return np.array([float(self.mass(token)) for token in range(self.vocab_size)])
+
+    upper = lower
+
+
+class EnclosedRow:
+    """What a careful float32 computation may see at one node, enclosed in float64.
+
+    Args:
+        weights: ``[V]`` float64 >= 0, the masses up to a common factor.
+
+        errors: ``[V]`` float64, the relative error each float32 mass may have.
+
+        is_normalised: whether the sampler divides by the sum of all weights (a softmax does; a sampler
+            that is handed probabilities does not).
+
+        may_have: ``[V]`` bool; False where the mass is exactly zero.
+    """
+
+    def __init__(
+        self,
+        weights: NDArray[np.float64],
+        errors: NDArray[np.float64],
+        may_have: NDArray[np.bool_],
+        *,
+        is_normalised: bool,
+    ) -> None:
+        self.status = RowStatus.OK
+        self.vocab_size = int(weights.size)
+        total = float(weights.sum())
+        self._masses = weights / total if is_normalised else weights
+        self._errors = errors
+        self._may_have = may_have
+        # A division, and the error of the sum that divides.
+        self._scale_error = (
+            float(self._masses @ errors) + _sum_error(weights.size) + ROUNDING if is_normalised else 0.0
+        )
+        self._may_flush = self._masses < _MAY_FLUSH * max(1.0, total)
+        self._bonus: dict[tuple[int, ...], Bonus] = {}
+
+    def mass(self, token: int) -> float:
+        """Best estimate of p(token)."""
+        return float(self._masses[token]) if 0 <= token < self.vocab_size else 0.0
+
+    def may_have_mass(self, token: int) -> bool:
+        """Whether the logit is above -inf (or the probability above 0)."""
+        return 0 <= token < self.vocab_size and bool(self._may_have[token])
+
+    def must_have_mass(self, token: int) -> bool:
+        """Whether the mass cannot underflow."""
+        return self.may_have_mass(token) and not bool(self._may_flush[token])
+
+    def _mass_bounds(self, token: int) -> tuple[float, float]:
+        if not self.may_have_mass(token):
+            return 0.0, 0.0
+        mass = self.mass(token)
+        error = float(self._errors[token]) + self._scale_error + _FLOAT64_SLACK
+        upper = mass * (1 + error) + 2.0**-149
+        return (mass * (1 - error) if self.must_have_mass(token) else 0.0), upper
+
+    def accept_bounds(self, tokens: Sequence[int]) -> list[tuple[Number, Number]]:
+        """Enclosures of the running sums: of each mass, and one rounding per addition."""
+        bounds: list[tuple[Number, Number]] = []
+        lower = upper = 0.0
+        for place, token in enumerate(tokens):
+            low, high = self._mass_bounds(token)
+            lower, upper = lower + low, upper + high
+            rounding = place * ROUNDING
+            bounds.append((lower * (1 - rounding), upper * (1 + rounding)))
+        return bounds
+
+    def residual_may_be_empty(self, rejected: Sequence[int]) -> bool:
+        """Whether all tokens with certain mass were rejected."""
+        certain = self._may_have & ~self._may_flush
+        return int(certain.sum()) <= sum(bool(certain[token]) for token in set(rejected) if self.mass(token))
+
+    def bonus(self, rejected: Sequence[int]) -> Bonus:
+        """The bonus draw; every boundary carries the errors of both sums and of the comparison."""
+        key = tuple(sorted(rejected))
+        if key not in self._bonus:
+            may_have = self._may_have.copy()
+            may_have[[token for token in key if 0 <= token < self.vocab_size]] = False
+            tokens = np.flatnonzero(may_have)
+            masses = self._masses[tokens]
+            total = float(masses.sum()) or 1.0
+            shares = masses / total
+            sums = np.cumsum(shares)
+            weighted = np.cumsum(shares * self._errors[tokens])
+            flush = self._may_flush[tokens]
+            flushed = np.cumsum(np.where(flush, shares, 0.0))
+            # The common division by the softmax's sum cancels; each quotient's own rounding does not.
+            counts = np.arange(1, tokens.size + 1)
+            plain = np.minimum(counts - 1, 32 + 2 * np.log2(counts)) * ROUNDING
+            band = weighted + sums * (
+                plain + (weighted[-1] if tokens.size else 0) + _sum_error(tokens.size) + 4 * ROUNDING
+            )
+            band += _FLOAT64_SLACK
+            lower = np.maximum(sums - band - flushed, 0.0)
+            upper = sums + band + (2.0**-149 if tokens.size else 0) + flushed[-1:].sum()
+            self._bonus[key] = Bonus(
+                tokens.tolist(), sums.tolist(), (~flush).tolist(), lambda: (lower.tolist(), upper.tolist())
+            )
+        return self._bonus[key]
+
+    @property
+    def lower(self) -> NDArray[np.float64]:
+        """``[V]`` float64 lower bounds of the probabilities."""
+        return np.array([self._mass_bounds(token)[0] for token in range(self.vocab_size)])
+
+    @property
+    def upper(self) -> NDArray[np.float64]:
+        """``[V]`` float64 upper bounds of the probabilities."""
+        return np.array([self._mass_bounds(token)[1] for token in range(self.vocab_size)])
+
+
+class _BadRow(ExactRow):
+    """A row that cannot be sampled from; only its status is ever asked for."""
+
+    def __init__(self, vocab_size: int, status: RowStatus) -> None:
+        super().__init__(np.ones(vocab_size))
+        self.status = status
+
+
+def enclosure(logits: Any, temperature: float = 1.0) -> ExactRow | EnclosedRow:
+    """The law at a node from its logits' exact values, with the band that float32 arithmetic may use.
+
+    A careful float32 sampler computes ``exp((x - max) / T)``: the subtraction, the division (or a
+    reciprocal's product) and the exponential's argument each round, which an argument ``a`` turns into a
+    relative error of ``4 |a| u``, and the exponential itself errs by a few units: ``(4 |a| + 8) u``
+    in all, with ``u = 2**-24``. Sums err as in a blocked sum. Masses under 2**-120 may underflow to 0.
+
+    Args:
+        logits: ``[V]`` float; bfloat16 and float16 values are exact numbers. -inf is exactly no mass.
+
+        temperature: >= 0; 0 gives the exact one-hot law of the lowest-index argmax.
+
+    Returns:
+        A row with ``lower`` and ``upper`` (``[V]`` float64), ``accept_bounds`` and ``bonus``; its ``status``
+        is not OK where the logits hold NaN, +inf, or only -inf.
+
+    Raises:
+        InvalidArgument: logits that are no vector, or a temperature that is negative, NaN or infinite.
+    """
+    row = as_float_array(logits).astype(np.float64)
+    if row.ndim != 1 or row.size == 0:
+        raise InvalidArgument(f"logits.shape={row.shape}, but must be [vocab], vocab >= 1")
+    if not 0 <= temperature < float("inf"):
+        raise InvalidArgument(f"temperature={temperature!r}, but must be finite and >= 0")
+    peak = float(row.max())
+    if np.isnan(peak):
+        return _BadRow(row.size, RowStatus.NAN)
+    if np.isinf(peak):
+        return _BadRow(row.size, RowStatus.POS_INF if peak > 0 else RowStatus.EMPTY)
+    if temperature == 0:
+        return ExactRow.one_hot(row.size, int(row.argmax()))
+    with np.errstate(over="ignore", under="ignore"):
+        # The temperature a backend is handed is a float32; so is the oracle's.
+        arguments = (row - peak) / float(np.float32(temperature))
+        weights = np.exp(arguments)
+    errors = np.where(weights > 0, (4 * np.abs(np.maximum(arguments, -1e3)) + 8) * ROUNDING, 0.0)
+    return EnclosedRow(weights, errors, row > -np.inf, is_normalised=True)
+
+
+def _is_dyadic(row: NDArray[np.float64]) -> bool:
+    """Whether every float32 sum of these masses is exact in any order: multiples of 2**-12, total <= 4."""
+    scaled = row * 2.0**12
+    return bool((scaled == np.floor(scaled)).all() and row.sum() <= 4)
+
+
+class TargetRows:
+    """The rows of one request, built when first visited: a row never visited is never looked at."""
+
+    def __init__(self, rows: Any, make: Any) -> None:
+        self._rows = rows
+        self._make = make
+        self._made: dict[int, Row] = {}
+
+    @classmethod
+    def exact(cls, target_probs: Any) -> TargetRows:
+        """Probabilities at their exact values, every boundary a point (``[n, V]``, floats or Fractions)."""
+        return cls(target_probs, ExactRow)
+
+    @classmethod
+    def from_logits(cls, logits: Any, temperature: float) -> TargetRows:
+        """Enclosures of ``[n, V]`` logits at a temperature."""
+        return cls(logits, lambda row: enclosure(row, temperature))
+
+    @classmethod
+    def from_probs(cls, target_probs: Any) -> TargetRows:
+        """What a float32 sampler sees of ``[n, V]`` probabilities: dyadic rows exactly, others enclosed."""
+
+        def make(values: Any) -> Row:
+            row = as_float_array(values).astype(np.float64)
+            exact = ExactRow(row)
+            if exact.status is not RowStatus.OK or _is_dyadic(row):
+                return exact
+            return EnclosedRow(row, np.zeros_like(row), row > 0, is_normalised=False)
+
+        return cls(target_probs, make)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, node: int) -> Row:
+        if node not in self._made:
+            self._made[node] = self._make(self._rows[node])
+        return self._made[node]

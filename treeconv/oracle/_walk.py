@@ -1,0 +1,186 @@
+"""The reference walk, written once: exact where the numbers are exact, a set of right answers elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from treeconv.errors import InvalidArgument
+from treeconv.oracle._rows import TargetRows
+from treeconv.tree import Coins, DraftTree, RowStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from treeconv.oracle._rows import Row
+
+__all__ = ["Stop", "Walk", "admissible_stops", "canonical_walk", "child_tokens", "walk"]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What one verification step decided.
+
+    Args:
+        path: accepted nodes, root first; empty where ``status`` is not OK.
+
+        tokens: emitted ids: the path's tokens without the root's, then the bonus; empty likewise.
+
+        status: OK, or what the first unusable visited row held.
+    """
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    status: RowStatus = RowStatus.OK
+
+    @property
+    def bonus(self) -> int | None:
+        """The token drawn behind the path; None where nothing was emitted."""
+        return self.tokens[-1] if self.tokens else None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One admissible end of the acceptance walk: where it stopped, and what was rejected there."""
+
+    path: tuple[int, ...]
+    rejected: tuple[int, ...]
+    status: RowStatus = RowStatus.OK
+
+
+def child_tokens(tree: DraftTree, node: int) -> list[int]:
+    """Tokens of a node's children, in test order."""
+    return [tree.token_ids[child] for child in tree.children[node]]
+
+
+def _choices(row: Row, tokens: Sequence[int], coin: float) -> Iterator[int | None]:
+    """Admissible decisions at a node: places of children that may be accepted, None to reject them all."""
+    bounds = row.accept_bounds(tokens)
+    floor: Any = 0
+    for place, ((lower, upper), token) in enumerate(zip(bounds, tokens, strict=True)):
+        if floor <= coin < upper and row.may_have_mass(token):
+            yield place
+        floor = max(floor, lower)
+    if floor > coin:
+        return
+    # All children may be rejected: the bonus comes from what is left...
+    bonus = row.bonus(tokens)
+    if bonus.may_have_mass:
+        yield None
+    # ...and where nothing is left (they cover the support), the last child of positive mass is accepted.
+    if tokens and row.residual_may_be_empty(tokens):
+        for place in reversed(range(len(tokens))):
+            if row.may_have_mass(tokens[place]):
+                yield place
+            if row.must_have_mass(tokens[place]):
+                return
+
+
+def admissible_stops(
+    tree: DraftTree, rows: TargetRows, accept: Sequence[float], depth_cap: int
+) -> Iterator[Stop]:
+    """Every end of the acceptance walk that a correct float32 sampler may reach with these coins.
+
+    Outside the ambiguity band that is one. Both answers are followed inside it.
+    """
+    pending: list[tuple[int, ...]] = [(0,)]
+    while pending:
+        path = pending.pop()
+        node = path[-1]
+        row = rows[node]
+        if row.status is not RowStatus.OK:
+            yield Stop((), (), row.status)
+            continue
+        if len(path) >= depth_cap:
+            yield Stop(path, ())
+            continue
+        tokens = child_tokens(tree, node)
+        for place in set(_choices(row, tokens, float(accept[node]))):
+            if place is None:
+                yield Stop(path, tuple(tokens))
+            else:
+                pending.append((*path, tree.children[node][place]))
+
+
+def canonical_walk(
+    tree: DraftTree, rows: TargetRows, accept: Sequence[float], final: float, depth_cap: int
+) -> Walk:
+    """The walk as defined, decided at each boundary's best estimate.
+
+    At node ``i``, with ``acc = 0``: for each child ``c`` in order ``acc += p_i(c)``; accept ``c`` iff
+    ``p_i(c) > 0 and coin_i < acc``. None accepted, or the depth cap reached: the bonus is the smallest
+    ``t`` with ``cumsum(residual)(t) > v * sum(residual)``, the residual being ``p_i`` without the children
+    tested and rejected. No such ``t``: the last one of positive residual. Empty residual: accept the last
+    child of positive mass.
+    """
+    path = [0]
+    while True:
+        node = path[-1]
+        row = rows[node]
+        if row.status is not RowStatus.OK:
+            return Walk((), (), row.status)
+        rejected: list[int] = []
+        accepted = None
+        if len(path) < depth_cap:
+            coin = accept[node]
+            acc: Any = 0
+            last_with_mass = None
+            for child in tree.children[node]:
+                token = tree.token_ids[child]
+                mass = row.mass(token)
+                acc += mass
+                if mass > 0:
+                    last_with_mass = child
+                    if coin < acc:
+                        accepted = child
+                        break
+                rejected.append(token)
+            if accepted is None and not row.bonus(rejected).may_have_mass:
+                accepted = last_with_mass
+        if accepted is None:
+            bonus = row.bonus(rejected).draw(final)
+            return Walk(tuple(path), (*(tree.token_ids[node] for node in path[1:]), bonus))
+        path.append(accepted)
+
+
+def walk(tree: DraftTree, target_probs: Any, coins: Coins, depth_cap: int | None = None) -> Walk:
+    """Verify one tree exactly, in rational arithmetic.
+
+    Args:
+        tree: n nodes.
+
+        target_probs: ``[n, V]`` floats (exact values), ints or Fractions: the target law at each node
+            *after* temperature. Rows need not sum to 1.
+
+        coins: ``accept [n]`` (or longer) and ``final``, in [0, 1]; floats are taken at their exact
+            values, Fractions are welcome.
+
+        depth_cap: accept slots, root included; default: tree depth + 1.
+
+    Returns:
+        The :class:`Walk`; its ``status`` says so where a visited row cannot be sampled from.
+
+    Raises:
+        InvalidArgument: fewer rows or coins than nodes, coins outside [0, 1], ``depth_cap`` < 1.
+    """
+    if len(target_probs) < len(tree):
+        raise InvalidArgument(
+            f"len(target_probs)={len(target_probs)}, but must be >= {len(tree)}, one a node"
+        )
+    accept = coins.accept.tolist() if hasattr(coins.accept, "tolist") else list(coins.accept)
+    final = coins.final.tolist() if hasattr(coins.final, "tolist") else coins.final
+    final = final[0] if isinstance(final, (list, tuple)) else final
+    if len(accept) < len(tree):
+        raise InvalidArgument(f"len(coins.accept)={len(accept)}, but must be >= {len(tree)}, one per node")
+    for name, coin in [
+        *((f"coins.accept[{node}]", coin) for node, coin in enumerate(accept)),
+        ("final", final),
+    ]:
+        if not 0 <= coin <= 1:
+            raise InvalidArgument(f"{name}={coin!r}, but must be in [0, 1]")
+    if depth_cap is None:
+        depth_cap = tree.depth + 1
+    if depth_cap < 1:
+        raise InvalidArgument(f"depth_cap={depth_cap!r}, but must be >= 1: the root takes one slot")
+    rows = target_probs if isinstance(target_probs, TargetRows) else TargetRows.exact(target_probs)
+    return canonical_walk(tree, rows, accept, final, depth_cap)

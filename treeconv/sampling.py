@@ -1,0 +1,105 @@
+"""The target law at a node, in float32 as backends compute it, and coins fixed by (seed, position)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeconv._validate import check_int
+from treeconv.errors import InvalidArgument
+from treeconv.tree import Coins, RowStatus, as_float_array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["draw_coins", "row_status", "target_probs"]
+
+
+def row_status(row: NDArray[np.floating[Any]], *, is_probs: bool = False) -> RowStatus:
+    """Whether a target row can be sampled from; see :class:`RowStatus`.
+
+    Args:
+        row: ``[vocab]`` logits, or probabilities.
+
+        is_probs: the row holds probabilities: a negative one counts as NaN, no mass as EMPTY.
+    """
+    if np.isnan(row).any() or (is_probs and (row < 0).any()):
+        return RowStatus.NAN
+    peak = row.max()
+    if peak == np.inf:
+        return RowStatus.POS_INF
+    return RowStatus.EMPTY if peak == (0 if is_probs else -np.inf) else RowStatus.OK
+
+
+def target_probs(logits: Any, temperature: float) -> NDArray[np.float32]:
+    """Softmax of one row of logits at a temperature, in float32: ``exp((x - max) / T) / sum``.
+
+    Args:
+        logits: ``[vocab]``; -inf allowed, one value above it needed.
+
+        temperature: >= 0. 0 is greedy: all mass on the lowest-index argmax, exactly. Never clamped.
+
+    Returns:
+        ``[vocab]`` float32. A logit of -inf has exactly no mass.
+
+    Raises:
+        InvalidArgument: NaN, +inf or only -inf in the row; a negative, NaN or infinite temperature.
+    """
+    row = as_float_array(logits).astype(np.float32)
+    if not 0 <= temperature < float("inf"):
+        raise InvalidArgument(f"temperature={temperature!r}, but must be finite and >= 0")
+    status = row_status(row)
+    if status is not RowStatus.OK:
+        raise InvalidArgument(f"logits hold {status.name}, but must be finite or -inf, not all -inf")
+    if temperature == 0:
+        one_hot = np.zeros_like(row)
+        one_hot[row.argmax()] = 1
+        return one_hot
+    # (x - max) / T overflows to -inf for tiny T: that is the limit, and 0 / T stays 0.
+    with np.errstate(over="ignore", under="ignore"):
+        weights = np.exp((row - row.max()) / np.float32(temperature))
+        result: NDArray[np.float32] = weights / weights.sum()
+    return result
+
+
+def draw_coins(seeds: Sequence[int], positions: Sequence[int], num_draft_tokens: int) -> Coins:
+    """Fresh coins for one verification step, a function of (seed, position, node) and nothing else.
+
+    Request ``b``'s coins do not depend on its place in the batch, on the batch, nor on padding; another
+    position (committed length) or seed gives independent ones. Counter-based Philox (Salmon et al.,
+    "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by the seed, the position as counter.
+
+    Args:
+        seeds: ``[B]`` integers in [0, 2**64), one stream per request.
+
+        positions: ``[B]`` integers in [0, 2**64), the committed length at this step: never used twice per
+            seed.
+
+        num_draft_tokens: N >= 1, slots per request.
+
+    Returns:
+        ``Coins`` of NumPy float32 in [0, 1), multiples of 2**-24: ``accept [B, N]``, ``final [B]``.
+
+    Raises:
+        InvalidArgument: lengths that differ, or values out of range.
+    """
+    check_int(num_draft_tokens, "num_draft_tokens", 1)
+    if len(seeds) != len(positions):
+        raise InvalidArgument(
+            f"len(seeds)={len(seeds)} and len(positions)={len(positions)}, but must be equal"
+        )
+    accept = np.empty((len(seeds), num_draft_tokens), np.float32)
+    final = np.empty(len(seeds), np.float32)
+    for index, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        for name, value in ((f"seeds[{index}]", seed), (f"positions[{index}]", position)):
+            if check_int(value, name, 0) >= 2**64:
+                raise InvalidArgument(f"{name}={value!r}, but must be below 2**64")
+        # Word 1 of the counter is the position: 2**64 blocks of room per position in word 0.
+        philox = np.random.Philox(key=seed, counter=[0, position, 0, 0])
+        draws = np.random.Generator(philox).random(num_draft_tokens + 1, dtype=np.float32)
+        final[index] = draws[0]  # first, so that padding does not move it
+        accept[index] = draws[1:]
+    return Coins(accept=accept, final=final)

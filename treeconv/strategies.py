@@ -1,0 +1,367 @@
+"""Hypothesis strategies for trees, target rows, coins and whole verification calls.
+
+They draw :class:`DraftTree` directly, so shapes that no builder emits are covered: chains, stars, combs,
+full k-ary trees, best-first and random ones. The rare is drawn often: token 0 and the last token, ties,
+zero mass, -inf, huge and tiny temperatures, T = 0 beside T = 2, coins at and beside boundaries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from treeconv.case import Request, VerifyCase
+from treeconv.convert import to_verify_input
+from treeconv.errors import InvalidArgument
+from treeconv.tree import DraftTree, VerifyInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hypothesis.strategies import DrawFn, SearchStrategy
+    from numpy.typing import NDArray
+
+__all__ = [
+    "cases_for",
+    "coins",
+    "draft_trees",
+    "dyadic_rows",
+    "target_logits",
+    "temperatures",
+    "tree_batches",
+    "verify_cases",
+    "verify_inputs",
+]
+
+#: shape -> parent of node i in a tree of n nodes, given a drawn integer and the arity k
+_SHAPES: dict[str, Callable[[int, int, int], int]] = {
+    "chain": lambda i, _pick, _k: i - 1,
+    "star": lambda _i, _pick, _k: 0,
+    "random": lambda i, pick, _k: pick % i,
+    "comb": lambda i, _pick, _k: i - 1 if i % 2 else max(0, i - 2),
+    "k-ary": lambda i, _pick, k: (i - 1) // k,
+    "best-first": lambda i, pick, _k: i - 1 - min(pick % i, 3) if i > 3 else pick % i,
+}
+
+_NICE_LOGITS = (0.0, 1.0, -1.0, 2.0, 0.5, -math.inf, 5.0, 10.0, -10.0, 30.0, -80.0, 100.0, 30000.0, -30000.0)
+_USUAL, _SMALL, _FAR = (
+    (1.0, 0.0, 0.5, 2.0, 0.6, 0.8, 0.01),
+    (0.005, 0.002, 1e-3, 1e-4),
+    (1e-6, 1e-40, 100.0, 1e30),
+)
+_NICE_TEMPERATURES = (*_USUAL, *_SMALL, *_FAR)
+_LEAST_SCALED = 1e-7  # below it, the products would be subnormal
+_LAST_COIN = float(np.float32(1 - 2**-24))
+
+
+def _check_bounds(name: str, low: int, high: int, least: int) -> None:
+    if low < least:
+        raise InvalidArgument(f"min_{name}={low!r}, but must be >= {least}")
+    if high < low:
+        raise InvalidArgument(f"max_{name}={high!r}, but must be >= min_{name}={low!r}")
+
+
+def _sizes(least: int, most: int) -> SearchStrategy[int]:
+    """Any size, and the upper half more often: three siblings below a path need some room."""
+    return st.one_of(st.integers(least, most), st.integers((least + most + 1) // 2, most))
+
+
+@st.composite
+def draft_trees(
+    draw: DrawFn,
+    *,
+    min_nodes: int = 1,
+    max_nodes: int = 10,
+    vocab_size: int = 8,
+    shapes: Sequence[str] = tuple(_SHAPES),
+) -> DraftTree:
+    """Draft trees over a small vocabulary.
+
+    * ``min_nodes``, ``max_nodes``: size, root included. A node whose children use up the vocabulary takes
+      no more, so a tree over one or two tokens may stay smaller than drawn (never below ``min_nodes``:
+      then the nodes go deeper instead).
+    * ``vocab_size``: tokens are in [0, vocab_size), distinct among siblings.
+    * ``shapes``: any of chain, star, random, comb, k-ary, best-first.
+
+    Shrinks towards a root alone with token 0, then towards chains of low tokens.
+    """
+    _check_bounds("nodes", min_nodes, max_nodes, 1)
+    unknown = set(shapes) - set(_SHAPES)
+    if unknown or not shapes:
+        raise InvalidArgument(f"shapes={list(shapes)!r}, but must be some of {', '.join(_SHAPES)}")
+    size = draw(_sizes(min_nodes, max_nodes), label="nodes")
+    shape = draw(st.sampled_from(list(shapes)), label="shape")
+    arity = draw(st.integers(2, 4), label="arity") if shape == "k-ary" else 2
+    tokens = [draw(st.integers(0, vocab_size - 1), label="root token")]
+    parents = [-1]
+    used: list[set[int]] = [set()]
+    for node in range(1, size):
+        pick = draw(st.integers(0, node - 1)) if shape in ("random", "best-first") else 0
+        parent = _SHAPES[shape](node, pick, arity)
+        while len(used[parent]) == vocab_size:  # full: hang it from a later node, the newest is never full
+            parent += 1
+        free = [token for token in range(vocab_size) if token not in used[parent]]
+        token = draw(st.sampled_from(free))
+        used[parent].add(token)
+        used.append(set())
+        parents.append(parent)
+        tokens.append(token)
+    return DraftTree(tuple(parents), tuple(tokens))
+
+
+@st.composite
+def tree_batches(
+    draw: DrawFn, *, max_requests: int = 4, max_nodes: int = 10, vocab_size: int = 8, max_prefix: int = 5
+) -> tuple[list[DraftTree], int, list[int]]:
+    """``(trees, num_draft_tokens, prefix_lens)`` of a ragged, padded batch.
+
+    Shrinks towards one root without prefix or padding.
+    """
+    trees = draw(
+        st.lists(draft_trees(max_nodes=max_nodes, vocab_size=vocab_size), min_size=1, max_size=max_requests)
+    )
+    padding = draw(st.integers(0, 3), label="padding")
+    prefixes = [draw(st.integers(0, max_prefix), label="prefix") for _ in trees]
+    return trees, max(map(len, trees)) + padding, prefixes
+
+
+@st.composite
+def verify_inputs(
+    draw: DrawFn, *, max_requests: int = 4, max_nodes: int = 10, vocab_size: int = 8
+) -> VerifyInput:
+    """Converted batches on the CPU, ragged and padded.
+
+    Shrinks towards one root without prefix or padding.
+    """
+    batch = tree_batches(max_requests=max_requests, max_nodes=max_nodes, vocab_size=vocab_size)
+    return to_verify_input(*draw(batch))
+
+
+def temperatures(*, min_temperature: float = 0.0, max_temperature: float = 1e30) -> SearchStrategy[float]:
+    """Temperatures, each exactly a float32: greedy, tiny, usual, huge.
+
+    * ``min_temperature``, ``max_temperature``: inclusive bounds, >= 0.
+
+    Shrinks towards 1.0 where that is allowed, then to the other usual values.
+    """
+    if not 0 <= min_temperature <= max_temperature < math.inf:
+        raise InvalidArgument(
+            f"min_temperature={min_temperature!r}, max_temperature={max_temperature!r}, but must be finite"
+            " with 0 <= min <= max"
+        )
+    nice = [float(np.float32(t)) for t in _NICE_TEMPERATURES]
+    nice = [t for t in nice if min_temperature <= t <= max_temperature]
+    low, high = max(min_temperature, 2.0**-7), min(max_temperature, 4.0)
+    options: list[SearchStrategy[float]] = [st.sampled_from(nice)] if nice else []
+    if low <= high:
+        # Multiples of 2**-7: exact in float32, and short to print.
+        options.append(st.integers(math.ceil(low * 128), math.floor(high * 128)).map(lambda k: k / 128))
+    return st.one_of(options)
+
+
+def _rounded(rows: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    """Float32 rows that hold values of the dtype exactly."""
+    if dtype == "bfloat16":  # to its 8 bits by truncation
+        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    elif dtype == "float16":
+        rows = rows.astype(np.float16).astype(np.float32)
+    return rows
+
+
+@st.composite
+def target_logits(
+    draw: DrawFn,
+    num_nodes: int = 3,
+    vocab_size: int = 8,
+    *,
+    dtype: str = "float32",
+    allow_neg_inf: bool = True,
+) -> NDArray[np.float32]:
+    """``[num_nodes, vocab_size]`` rows of logits, float32 holding exact values of ``dtype``.
+
+    * ``dtype``: "float32", "bfloat16" or "float16".
+    * ``allow_neg_inf``: whether tokens without mass appear; one value per row stays finite.
+
+    Ties and shared values are common, and so are rows of which a grammar allows only some tokens. Shrinks
+    towards rows of 0.0.
+    """
+    nice = [x for x in _NICE_LOGITS if allow_neg_inf or x > -math.inf]
+    # 1/16 steps up to 16: exact in every dtype; the odd fractions come from the float32 branch.
+    steps = st.integers(-256, 256).map(lambda k: k / 16)
+    elements = st.one_of(st.sampled_from(nice), steps)
+    if dtype == "float32":
+        elements = st.one_of(elements, st.floats(-20, 20, width=32, allow_subnormal=False))
+    rows = np.array(
+        [draw(st.lists(elements, min_size=vocab_size, max_size=vocab_size)) for _ in range(num_nodes)],
+        np.float32,
+    ).reshape(num_nodes, vocab_size)
+    rows = _rounded(rows, dtype)
+    for node in range(num_nodes if allow_neg_inf else 0):
+        if draw(st.integers(0, 3), label="grammar mask?") == 3:
+            rows[node, list(draw(st.sets(st.integers(0, vocab_size - 1))))] = -np.inf
+    empty = rows.max(axis=1) == -np.inf
+    rows[empty, 0] = 0
+    return rows
+
+
+@st.composite
+def dyadic_rows(draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int = 12) -> NDArray[np.float32]:
+    """``[num_nodes, vocab_size]`` probability rows whose masses are multiples of ``2**-max_bits``.
+
+    Every float32 sum of them is exact, so a sampler's decision at a boundary and at its float neighbours
+    is known exactly. Small denominators are common, and with them zero masses and ties.
+
+    Shrinks towards all mass on token 0.
+    """
+    rows = np.zeros((num_nodes, vocab_size), np.float32)
+    for node in range(num_nodes):
+        bits = draw(st.sampled_from([b for b in (1, 2, 4, max_bits) if b <= max_bits]), label="bits")
+        whole = 1 << bits
+        cuts = sorted(draw(st.lists(st.integers(0, whole), min_size=vocab_size - 1, max_size=vocab_size - 1)))
+        # Measured from the top, so that zeros (the simplest cuts) leave all mass on token 0.
+        edges = [whole, *reversed(cuts), 0]
+        rows[node] = -np.diff(np.array(edges)) / whole
+        if draw(st.booleans(), label="shuffle"):
+            rows[node] = rows[node][draw(st.permutations(range(vocab_size)))]
+    return rows
+
+
+@st.composite
+def coins(draw: DrawFn, *, near: float | Sequence[float] = ()) -> float:
+    """A coin: a float32 in [0, 1), now and then exactly 1.
+
+    * ``near``: a boundary or several; their float32 value and both float neighbours are drawn often.
+
+    Shrinks towards 0.5, then 0.
+    """
+    edges = {0.5, 0.0, _LAST_COIN, 1.0}
+    for boundary in np.atleast_1d(np.asarray(near, np.float64)).tolist():
+        at = np.float32(boundary)
+        edges |= {float(at), float(np.nextafter(at, np.float32(-1))), float(np.nextafter(at, np.float32(2)))}
+    usable = [0.5, *sorted(edge for edge in edges - {0.5} if 0 <= edge <= 1)]
+    anywhere = st.integers(0, 2**24 - 1).map(lambda k: k / 2**24)
+    return draw(st.one_of(st.sampled_from(usable), anywhere))
+
+
+def _spread_coins(draw: DrawFn, count: int) -> NDArray[np.float32]:
+    """Coins for one tree from a single drawn integer: cheap, and 0.5 throughout when shrunk."""
+    seed = draw(st.integers(0, 2**16), label="coins")
+    if seed == 0:
+        return np.full(count, 0.5, np.float32)
+    return np.random.default_rng(seed).random(count, dtype=np.float32)
+
+
+@st.composite
+def verify_cases(
+    draw: DrawFn,
+    *,
+    kind: str = "logits",
+    min_requests: int = 1,
+    max_requests: int = 1,
+    max_nodes: int = 8,
+    max_vocab: int = 9,
+    max_bits: int = 12,
+    shapes: Sequence[str] = tuple(_SHAPES),
+    allow_depth_cap: bool = True,
+    rows_dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
+) -> VerifyCase:
+    """Whole verification calls: trees, rows, temperatures and coins.
+
+    * ``kind``: "logits" (with temperatures, in several dtypes) or "probs" (dyadic laws).
+    * ``min_requests``, ``max_requests``: trees in the batch, each with its own temperature.
+    * ``max_nodes``, ``max_vocab``: sizes; the vocabulary is often no multiple of 4.
+    * ``max_bits``: dyadic masses are multiples of ``2**-max_bits``.
+    * ``allow_depth_cap``: whether some calls cap the accepted path below the tree's depth.
+
+    Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5.
+    """
+    _check_bounds("requests", min_requests, max_requests, 1)
+    vocab = draw(_sizes(1, max_vocab), label="vocab")
+    count = draw(st.integers(min_requests, max_requests), label="requests")
+    dtype = draw(st.sampled_from(list(rows_dtypes)), label="dtype") if kind == "logits" else "float32"
+    requests = []
+    for _ in range(count):
+        tree = draw(draft_trees(max_nodes=max_nodes, vocab_size=vocab, shapes=shapes))
+        if kind == "logits":
+            rows = draw(target_logits(len(tree), vocab, dtype=dtype))
+            temperature = draw(temperatures())
+            # Logits a few temperatures apart: else every small temperature is as good as greedy.
+            if _LEAST_SCALED <= temperature <= 0.1 and draw(st.integers(0, 2), label="scale?"):
+                rows = _rounded(rows * np.float32(temperature), dtype)
+        else:
+            rows = draw(dyadic_rows(len(tree), vocab, max_bits=max_bits))
+            temperature = 1.0
+        requests.append(Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins())))
+    cap = None
+    if allow_depth_cap and draw(st.integers(0, 3), label="cap?") == 3:
+        cap = draw(st.integers(1, 1 + max(request.tree.depth for request in requests)), label="depth cap")
+    return VerifyCase(requests=tuple(requests), kind=kind, depth_cap=cap, rows_dtype=dtype)  # type: ignore[arg-type]
+
+
+@st.composite
+def _bad_row_cases(draw: DrawFn) -> VerifyCase:
+    """Batches in which some rows are NaN, hold +inf, or are all -inf; some visited, some not."""
+    case = draw(verify_cases(max_requests=3))
+    requests = []
+    for request in case.requests:
+        rows = request.rows.copy()
+        for node in range(len(request.tree)):
+            what = draw(st.sampled_from(["fine", "fine", "fine", "nan", "inf", "empty"]))
+            place = draw(st.integers(0, case.vocab_size - 1)) if what != "fine" else 0
+            if what == "empty":
+                rows[node] = -np.inf
+            elif what != "fine":
+                rows[node, place] = np.nan if what == "nan" else np.inf
+        requests.append(Request(request.tree, rows, request.temperature, request.accept, request.final))
+    return case.replace_requests(requests)
+
+
+@st.composite
+def _wide_cases(draw: DrawFn) -> VerifyCase:
+    """Trees of up to 70 nodes (siblings beyond a warp) over vocabularies beyond any block size.
+
+    The rows come from one drawn seed: thousands of drawn numbers would be slow, and shrink no better.
+    """
+    vocab = draw(st.sampled_from([16, 257, 1031, 4099]), label="vocab")
+    tree = draw(draft_trees(max_nodes=70, vocab_size=vocab, shapes=["star", "chain", "random", "best-first"]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16), label="rows"))
+    peakedness = draw(st.sampled_from([1.0, 3.0, 8.0]), label="peakedness")
+    rows = (rng.standard_normal((len(tree), vocab)) * peakedness).astype(np.float32)
+    for node in range(1, len(tree)):  # drafts are likely tokens, so that walks go deep
+        rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
+    temperature = draw(temperatures(), label="temperature")
+    request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()))
+    return VerifyCase(requests=(request,))
+
+
+def _as_logits(case: VerifyCase) -> VerifyCase:
+    """The logarithms of a case's probabilities: the same law at T = 1, its zeros -inf."""
+    with np.errstate(divide="ignore"):
+        requests = [replace(request, rows=np.log(request.rows)) for request in case.requests]
+    return replace(case, requests=tuple(requests), kind="logits")
+
+
+def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
+    """The strategy behind a law's ``cases``.
+
+    * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows or wide.
+    """
+    strategies: dict[str, Any] = {
+        "logits": lambda: verify_cases(max_requests=2),
+        "dyadic": lambda: verify_cases(kind="probs"),
+        "dyadic_small": lambda: verify_cases(kind="probs", max_nodes=5, max_vocab=4, allow_depth_cap=False),
+        "zero_mass_logits": lambda: verify_cases(kind="probs", max_bits=2).map(_as_logits),
+        "zero_mass": lambda: verify_cases(kind="probs", max_bits=2),
+        "chains": lambda: verify_cases(shapes=["chain"]),
+        "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
+        "bad_rows": _bad_row_cases,
+        "wide": _wide_cases,
+    }
+    if kind not in strategies:
+        raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")
+    strategy: SearchStrategy[VerifyCase] = strategies[kind]()
+    return strategy

@@ -1,0 +1,162 @@
+"""The laws of draft trees and their converted forms; no verifier involved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from treeconv.case import Request, VerifyCase
+from treeconv.convert import (
+    from_eagle,
+    from_tree_mask,
+    to_draft_trees,
+    to_eagle,
+    to_verify_input,
+    tree_mask,
+)
+from treeconv.errors import InvalidTree, LawBroken
+from treeconv.judge import Violation
+from treeconv.tree import DraftTree, TreeMaskMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["TREE_LAWS", "TreeLaw", "tree_law_named"]
+
+
+@dataclass(frozen=True)
+class TreeLaw:
+    """A law about trees and their converted forms; no backend involved."""
+
+    name: str
+    meaning: str
+    check: Callable[[Sequence[DraftTree], int, Sequence[int]], None]
+
+    def run(self, trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]) -> int:
+        """Judge one batch of trees.
+
+        Raises:
+            LawBroken: the readable failure.
+        """
+        try:
+            self.check(trees, num_draft_tokens, prefix_lens)
+        except Violation as violation:
+            lines = [
+                f"law broken: {self.name}",
+                f"  meaning:  {self.meaning}",
+                f"  case:     {num_draft_tokens} slots, prefix lengths {list(prefix_lens)}",
+                *("  " + line for tree in trees[:4] for line in tree.draw().splitlines()[:8]),
+                f"  got:      {violation.got}",
+                f"  want:     {violation.want}",
+            ]
+            # A case without target rows: what a replay needs is the trees, the slots and the prefixes.
+            requests = [
+                Request(tree, np.zeros((len(tree), 1), np.float32), 1.0, np.zeros(len(tree), np.float32), 0.0)
+                for tree in trees
+            ]
+            raise LawBroken(
+                "\n".join(lines),
+                law=self.name,
+                case=VerifyCase(tuple(requests), num_draft_tokens=num_draft_tokens),
+                parameters={"prefix_lens": list(prefix_lens)},
+            ) from None
+        return len(trees)
+
+
+def _round_trip(trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]) -> None:
+    converted = to_verify_input(trees, num_draft_tokens, prefix_lens)
+    _expect_trees("first-child / next-sibling layout", to_draft_trees(converted), trees)
+    for mode in TreeMaskMode:
+        mask = tree_mask(converted, mode)
+        _expect_trees(
+            f"{mode.name} mask", from_tree_mask(mask, converted.candidates, mode, prefix_lens), trees
+        )
+    for tree in trees:
+        _expect_trees("EAGLE's parent_list layout", from_eagle(to_eagle([tree])), [tree])
+
+
+def _expect_trees(what: str, got: Iterable[DraftTree], want: Sequence[DraftTree]) -> None:
+    if list(got) != list(want):
+        raise Violation(0, f"{what} and back: {got}", str(list(want)))
+
+
+def _mask_and_positions(
+    trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]
+) -> None:
+    converted = to_verify_input(trees, num_draft_tokens, prefix_lens)
+    square = tree_mask(converted, TreeMaskMode.QLEN_ONLY)
+    flat = tree_mask(converted, TreeMaskMode.FULL_MASK).tolist()
+    start = 0
+    for request, (tree, prefix) in enumerate(zip(trees, prefix_lens, strict=True)):
+        for node in range(num_draft_tokens):
+            is_node = node < len(tree)
+            sees = set(tree.path(node)) if is_node else {node}
+            want = [other in sees for other in range(num_draft_tokens)]
+            got = square[request, node].tolist()
+            if got != want:
+                raise Violation(request, f"node {node} sees {got}", f"ancestors and itself: {want}")
+            width = prefix + num_draft_tokens
+            if flat[start : start + width] != [is_node] * prefix + want:
+                raise Violation(request, f"FULL_MASK row {node} differs", "the prefix, then the tree's row")
+            start += width
+            position = int(converted.positions[request, node])
+            wanted = prefix + (tree.depths[node] if is_node else 0)
+            if position != wanted:
+                raise Violation(request, f"position[{node}] = {position}", f"{wanted} (prefix + depth)")
+
+
+def _malformed_refused(trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]) -> None:
+    """Break each tree in every way that one edit can, and see it refused with the node named."""
+    del num_draft_tokens, prefix_lens
+    for tree in trees:
+        for node in range(1, len(tree)):
+            edits = {
+                "a parent behind its child": (node + 1, tree.token_ids[node]),
+                "its own parent": (node, tree.token_ids[node]),
+                "a second root": (-1, tree.token_ids[node]),
+                "a parent out of range": (len(tree) + 7, tree.token_ids[node]),
+                "a negative token": (tree.parents[node], -1),
+            }
+            elder = [kid for kid in tree.children[tree.parents[node]] if kid < node]
+            if elder:
+                edits["its sibling's token"] = (tree.parents[node], tree.token_ids[elder[0]])
+            for what, (parent, token) in edits.items():
+                parents, tokens = list(tree.parents), list(tree.token_ids)
+                parents[node], tokens[node] = parent, token
+                try:
+                    made = DraftTree(tuple(parents), tuple(tokens))
+                except InvalidTree as error:
+                    if f"[{node}]" not in str(error) and f"node {node}" not in str(error):
+                        raise Violation(0, f"refused with {error}", f"a message naming node {node}") from None
+                    continue
+                raise Violation(0, f"{made} was accepted", f"InvalidTree: node {node} has {what}")
+
+
+TREE_LAWS: tuple[TreeLaw, ...] = (
+    TreeLaw(
+        "round-trip",
+        "a tree comes back exactly from its converted layout, from its mask and from EAGLE's tensors",
+        _round_trip,
+    ),
+    TreeLaw(
+        "malformed-refused",
+        "a malformed tree is refused, and the message names the node",
+        _malformed_refused,
+    ),
+    TreeLaw(
+        "mask-and-positions",
+        "a node sees the prefix, its ancestors and itself; its position is prefix + depth",
+        _mask_and_positions,
+    ),
+)
+
+
+def tree_law_named(name: str) -> TreeLaw:
+    """The tree law of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {law.name: law for law in TREE_LAWS}[name]
