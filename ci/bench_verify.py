@@ -18,8 +18,8 @@ import statistics
 import torch
 
 from treeconv.backends.triton import TritonBackend
-from treeconv.kernels import verify_tree as kernel
-from treeconv.kernels.verify_tree import LaunchPlan
+from treeconv.kernels import launch
+from treeconv.kernels.launch import LaunchPlan
 from treeconv.tree import Coins, VerifyInput
 
 COPY_RATE = 4.24e12  # bytes a second, read or written, of DESIGN section 7
@@ -135,10 +135,9 @@ def main() -> None:
         sets = [make_batch(seed, B, options.nodes, options.vocab) for seed in range(max(3, min(16, 64 // B)))]
         for tune, plan in itertools.product(options.tune or [""], [None, *sweep.get(B, [])]):
             if tune:
-                chunk, warps, kernel._REGISTERS, kernel._WARPS_PER_SM = map(int, tune.split(","))
-                kernel._chunk_size = lambda _, chunk=chunk: chunk
-                kernel._warps = lambda _, warps=warps: warps
-                kernel._CHUNKS = 64
+                chunk, warps, launch.REGISTERS, launch.WARPS_PER_SM = map(int, tune.split(","))
+                launch.chunk_size = lambda _, chunk=chunk: chunk
+                launch.warps_per_program = lambda _, warps=warps: warps
             captured = [capture(backend, inputs, plan) for inputs in sets]
             us = time_graphs([graph for graph, _ in captured])
             visited = statistics.mean((out.accept_token_num.float().mean() + 1).item() for _, out in captured)

@@ -19,12 +19,13 @@ pytest.importorskip("triton")
 
 from treeconv.backends.triton import TritonBackend
 from treeconv.errors import BackendUnavailable, InvalidArgument
-from treeconv.kernels import verify_tree as kernel
-from treeconv.kernels.verify_tree import AHEAD_BATCH, AHEAD_ROWS, MAX_BATCH, LaunchPlan
+from treeconv.kernels import launch
+from treeconv.kernels.launch import AHEAD_BATCH, AHEAD_ROWS, MAX_BATCH, LaunchPlan
+from treeconv.kernels.verify_tree import INTERPRETED
 from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and not kernel.INTERPRETED:
+if DEVICE == "cpu" and not INTERPRETED:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 
@@ -579,14 +580,14 @@ def test_bad_arguments_are_named(backend):
 def test_plans_fit_the_device(N, V):
     for sms in (16, 132, 148):
         for B in (1, 2, 3, 4, 7, 16, 64, 128, 500, 1024):
-            plan = kernel.launch_plan(B, N, V, sms)
-            warps = kernel._warps(kernel._chunk_size(V))
-            assert plan.programs == 1 or B * plan.programs * warps <= kernel._WARPS_PER_SM * sms
+            plan = launch.launch_plan(B, N, V, sms)
+            warps = launch.warps_per_program(launch.chunk_size(V))
+            assert plan.programs == 1 or B * plan.programs * warps <= launch.WARPS_PER_SM * sms
             assert 0 <= plan.read_ahead <= N
             assert plan.read_ahead <= AHEAD_ROWS
             assert plan.read_ahead == 0 or B <= AHEAD_BATCH
-            assert kernel.launch_plan(B, N, V, sms) == plan
-    assert V <= kernel._CHUNKS * kernel._chunk_size(V)
+            assert launch.launch_plan(B, N, V, sms) == plan
+    assert V <= launch.MAX_CHUNKS * launch.chunk_size(V)
 
 
 # ----------------------------------------------------------------------------------------- on a GPU only
@@ -626,7 +627,7 @@ def test_any_number_of_programs_gives_the_same_bits(backend, V):
     B, N = 6, 20
     batch, rows, T, coins = big_batch(V, B, N, V)
     probs = torch.softmax(rows.float(), -1)
-    chunks = -(-V // kernel._chunk_size(V))
+    chunks = -(-V // launch.chunk_size(V))
     for temperature, given in ((T, rows), (None, probs)):
         seen = None
         for P, W in ((1, 1), (1, 4), (2, 1), (3, 2), (7, 16), (16, 1), (40, 5), (64, 8), (64, 16), (3, 0), (64, 0), (None, None)):

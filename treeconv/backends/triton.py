@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,26 +11,35 @@ import torch
 
 from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
-from treeconv.kernels.verify_tree import (
+from treeconv.kernels.launch import (
     AHEAD_BATCH,
     AHEAD_ROWS,
-    INTERPRETED,
     MAX_BATCH,
     MAX_NODES,
     MAX_VOCAB,
     LaunchPlan,
     Workspace,
     launch_plan,
-    verify_tree,
 )
+from treeconv.kernels.verify_tree import INTERPRETED, verify_tree
 from treeconv.tree import VerifyOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from treeconv.tree import Coins, VerifyInput
 
 __all__ = ["TritonBackend"]
 
 _LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@contextlib.contextmanager
+def _quiet_numpy() -> Iterator[None]:
+    """The interpreter computes in NumPy, which warns of the infinities and NaN that a GPU takes in silence."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
 
 
 class TritonBackend:
@@ -199,7 +210,7 @@ class TritonBackend:
             out = self.empty_output(batch, depth_cap)
         else:
             self._check_output(out, B, N, depth_cap, device)
-        with np.errstate(all="ignore") if interpreted else torch.cuda.device(device):
+        with _quiet_numpy() if interpreted else torch.cuda.device(device):
             verify_tree(
                 *(tensor.contiguous() for tensor in trees.values()),
                 rows,

@@ -17,9 +17,9 @@ With ``r = fl(log2(e) / T)`` a chunk's mass is ``exp2(fma(x, r, -k))``, ``k = fl
 ``|k| >= 1024`` or T is outside [2^-64, 2^64], and for the children, the mass is ``exp2(((x - c) * s) * r)``
 with a power of two ``s`` that keeps ``r``, and so the quotient, in range: three roundings in the argument.
 Each factor is one ``ex2.approx.ftz`` (2^-22.5); a mass below 2^-126 is zero. A child is accepted when
-``p > 0`` and ``coin < acc``, acc being the float32 prefix sum of ``p`` over the children, by blocks of 32.
-``cumsum(t) > v * S`` is decided in float64, where the product of two float32 is exact: on dyadic
-probabilities the whole walk is exact.
+its mass is positive and ``acc > coin * S``, acc being the float32 prefix sum of the children's masses, by
+blocks of 32, and S the row's sum (1 for probabilities). This and ``cumsum(t) > v * S`` are decided in
+float64, where the product of two float32 is exact: on dyadic probabilities the whole walk is exact.
 
 **Co-operation.** The grid is (programs, B). The programs of a request first split the chunks of rows ``0 ..
 read_ahead - 1`` (the nodes a best-first builder thinks likeliest), if any; then, for each further row the
@@ -29,216 +29,38 @@ epoch per request, advanced by the last program to leave; they would after 2^32 
 between calls and replays. Later rows alternate between two places in scratch: no program writes a place
 before every walking program has read what it held. All walking programs take the same decisions from the
 same words; the first one writes the outputs. Progress needs the programs of one request to be co-resident:
-:func:`launch_plan` sees to it. Two launches that may overlap in time must not share a :class:`Workspace`.
+:func:`~.launch.launch_plan` sees to it. Two launches that may overlap in time must not share a workspace.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["AHEAD_BATCH", "AHEAD_ROWS", "INTERPRETED", "MAX_BATCH", "MAX_NODES", "MAX_VOCAB", "LaunchPlan", "Workspace", "launch_plan", "verify_tree"]
+from treeconv.kernels import launch
+from treeconv.kernels.published_words import keys_of, masses_of, waiting, word, words_of
+from treeconv.kernels.row_chunks import (
+    chunk_mass,
+    chunk_weight,
+    maximum_key,
+    opaque,
+    ordered,
+    prefetch,
+    slow_mass,
+    total,
+    unordered,
+    unusable,
+)
+from treeconv.kernels.sibling_lists import follow, siblings, without
 
-MAX_BATCH = 1024
-MAX_NODES = 1024
-MAX_VOCAB = 262144
-AHEAD_BATCH = 64  # requests, and rows of each, for which scratch has room to read ahead
-AHEAD_ROWS = 16
+__all__ = ["INTERPRETED", "verify_tree"]
 
-_CHUNKS = 64  # at most, per row: what every program repeats for a row is twice a warp's lanes wide
-_TOKENS_PER_THREAD = 32
-_REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 warps
-_WARPS_PER_SM = 16
-_JUMP_LIMIT = 64  # N up to which sibling lists are followed through tables in registers
-_FIELDS = 3  # words of a published triple: maximum, sum, sum without the children
-
-_NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above every float in the order of _ordered
+_NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above every float in the order of ordered
 _INF_KEY = tl.constexpr(0x7F800000)
 _EMPTY_KEY = tl.constexpr(-0x7F800001)  # -inf
 _NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
 _BIG = tl.constexpr(1 << 30)  # above every token
-
-
-@triton.jit
-def _ordered(value):
-    """Float32 -> int32 with the order of the floats; also its own inverse on bit patterns."""
-    bits = value.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _unordered(key):
-    """Inverse of :func:`_ordered`."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exp2(x, PTX: tl.constexpr):
-    """2^x; a result below 2^-126 may be flushed to zero."""
-    if PTX:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
-def _opaque(value, PTX: tl.constexpr):
-    """``value``, so that nothing computed from it is moved to before this point (rare paths stay rare)."""
-    if PTX:
-        return tl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [value], tl.int32, False, 1)
-    else:
-        return value
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Ask for the cache lines at ``pointers`` in L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
-    )
-
-
-@triton.jit
-def _slow_mass(x, top, before, after, rate, PTX: tl.constexpr):
-    """``exp((x - top) / T)`` for any T > 0; of the powers of two ``before`` and ``after`` one is 1."""
-    return _exp2(((x * before - top * before) * after) * rate, PTX)
-
-
-@triton.jit
-def _chunk_mass(x, top, before, after, rate, limit, PTX: tl.constexpr):
-    """Masses of a chunk relative to its own maximum, see *Arithmetic*."""
-    if tl.abs(top) * rate < limit:
-        mass = _exp2(tl.fma(x, rate, -(top * rate)), PTX)
-    else:
-        mass = _slow_mass(x, tl.where(top == float("-inf"), 0.0, top), before, after, rate, PTX)
-    return mass
-
-
-@triton.jit
-def _chunk_weight(chunk_top, top, before, after, rate, limit, PTX: tl.constexpr):
-    """What turns masses from :func:`_chunk_mass` into masses relative to the row's maximum ``top``."""
-    fast = tl.abs(chunk_top) * rate < limit
-    exponent = tl.fma(top + tl.zeros_like(chunk_top), -rate, chunk_top * rate)
-    return tl.where(fast, _exp2(exponent, PTX), _slow_mass(chunk_top, top, before, after, rate, PTX))
-
-
-@triton.jit
-def _follow(pointer, node, N):
-    """``pointer[node]``, or -1 where that is no node."""
-    target = tl.load(pointer + node)
-    return tl.where((target >= 0) & (target < N), target, -1).to(tl.int32)
-
-
-@triton.jit
-def _hop(low, high, nodes):
-    """A table of 64 entries, as two halves of a warp's 32 lanes, at ``nodes``; -1 stays -1."""
-    near = tl.gather(low, nodes & 31, 0)
-    far = tl.gather(high, nodes & 31, 0)
-    return tl.where(nodes >= 0, tl.where(nodes >= 32, far, near), -1)
-
-
-@triton.jit
-def _siblings(sibling_ptr, candidates_ptr, child, left, N, V, JUMP: tl.constexpr):
-    """The next up to 32 nodes of a sibling list, ``child`` first.
-
-    Returns nodes and tokens ([32] int32, -1 in unused lanes; a token outside [0, V) becomes -1), the node
-    after them or -1, and how many more may be visited before the list is taken for a cycle.
-    """
-    lane = tl.arange(0, 32)
-    if JUMP:  # lane k makes k hops by powers of two, over tables that double as it goes
-        low = tl.load(sibling_ptr + lane, mask=lane < N, other=-1)
-        high = tl.load(sibling_ptr + 32 + lane, mask=lane + 32 < N, other=-1)
-        low = tl.where((low >= 0) & (low < N), low, -1).to(tl.int32)
-        high = tl.where((high >= 0) & (high < N), high, -1).to(tl.int32)
-        nodes = tl.where(lane < left, child, -1)
-        for bit in tl.static_range(5):
-            nodes = tl.where(((lane >> bit) & 1) == 1, _hop(low, high, nodes), nodes)
-            low, high = _hop(low, high, low), _hop(low, high, high)
-        left -= 32
-        beyond = tl.max(tl.where(lane == 0, _hop(low, high, nodes), -1), 0)  # 32 hops from the first
-        child = tl.where(left > 0, beyond, -1)
-    else:
-        nodes = tl.full([32], -1, tl.int32)
-        taken = 0
-        while (child >= 0) & (taken < 32):
-            nodes = tl.where(lane == taken, child, nodes)
-            child = _follow(sibling_ptr, child, N)
-            taken += 1
-            left -= 1
-            child = tl.where(left > 0, child, -1)
-    tokens = tl.load(candidates_ptr + nodes, mask=nodes >= 0, other=-1)
-    tokens = tl.where((tokens >= 0) & (tokens < V), tokens, -1).to(tl.int32)
-    return nodes, tokens, child, left
-
-
-@triton.jit
-def _without(
-    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V,
-    CHUNK: tl.constexpr, JUMP: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """A chunk's masses with the children's zeroed, and whether the chunk holds any of them.
-
-    ``tokens``, ``rest`` and ``left`` are the first block of the sibling list, as from :func:`_siblings`.
-    """
-    found = 0
-    more = 1
-    while more == 1:
-        token = tl.min(tl.where((tokens >= start) & (tokens < start + CHUNK), tokens, _BIG), 0)
-        while token < _BIG:
-            mass = tl.where(_opaque(start, PTX) + tl.arange(0, CHUNK) == token, 0.0, mass)
-            found = 1
-            token = tl.min(tl.where((tokens > token) & (tokens < start + CHUNK), tokens, _BIG), 0)
-        more = tl.where(rest >= 0, 1, 0)
-        if more == 1:
-            _, tokens, rest, left = _siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
-    return mass, found
-
-
-@triton.jit
-def _unusable(row_ptr, start, V, CHUNK: tl.constexpr, PTX: tl.constexpr):
-    """2 if a chunk of logits holds NaN, else 1 if +inf, else 0; reads it again to keep registers free."""
-    index = _opaque(start, PTX) + tl.arange(0, CHUNK)
-    x = tl.load(row_ptr + index, mask=index < V, other=0.0).to(tl.float32)
-    return tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)
-
-
-@triton.jit
-def _word(bits, tag):
-    """One published word: 32 bits of payload over 32 bits of tag."""
-    return (bits.to(tl.int64) << 32) | (tag.to(tl.int64) & 0xFFFFFFFF)
-
-
-@triton.jit
-def _words(row_words_ptr, half, chunks: tl.constexpr):
-    """One half of a row's words, three [32] int64: maxima, sums, sums without the children."""
-    lane = tl.arange(0, 32) + half * 32
-    inside = lane < chunks
-    tops = tl.load(row_words_ptr + lane, mask=inside, other=0, volatile=True)
-    sums = tl.load(row_words_ptr + 64 + lane, mask=inside, other=0, volatile=True)
-    rests = tl.load(row_words_ptr + 128 + lane, mask=inside, other=0, volatile=True)
-    return tops, sums, rests
-
-
-@triton.jit
-def _waiting(tops, sums, rests, half, tag, chunks: tl.constexpr):
-    """Nonzero in the lanes of one half whose chunk is not published under ``tag`` yet."""
-    stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
-    return tl.where((tl.arange(0, 32) + half * 32 < chunks) & (stale != 0), 1, 0)
-
-
-@triton.jit
-def _keys(tops, half, chunks: tl.constexpr):
-    """The maxima of one half in the order of :func:`_ordered`; below all of them in unused lanes."""
-    return tl.where(tl.arange(0, 32) + half * 32 < chunks, (tops >> 32).to(tl.int32), -0x80000000)
-
-
-@triton.jit
-def _masses(words, weight):
-    """Float payloads times their chunks' weights; zero in unused lanes, whose words are zero."""
-    return (words >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
 
 
 @triton.jit
@@ -265,6 +87,8 @@ def _verify_tree_kernel(
     SLOTS: tl.constexpr,  # power of two >= N
     chunks: tl.constexpr,  # cdiv(V, CHUNK), at most 64
     CHUNK: tl.constexpr,  # tokens
+    THREADS: tl.constexpr,  # per program
+    VEC: tl.constexpr,  # elements of one load
     JUMP: tl.constexpr,  # N <= 64: sibling lists by tables in registers
     MAX_B: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -293,7 +117,7 @@ def _verify_tree_kernel(
     if PTX:  # the first chunk, on its way before anything else
         first_row = tl.minimum(rank // chunks, N - 1)
         first_line = rank % chunks * CHUNK + tl.arange(0, CHUNK // 32) * 32
-        _prefetch(rows_ptr + first_row.to(tl.int64) * stride_n + tl.minimum(first_line, V - 1))
+        prefetch(rows_ptr + first_row.to(tl.int64) * stride_n + tl.minimum(first_line, V - 1))
     epoch = tl.load(epochs_ptr + b, volatile=True)
 
     greedy = False
@@ -344,54 +168,63 @@ def _verify_tree_kernel(
             tag = epoch + step
             items = tl.where(ahead, read_ahead * chunks, chunks)
             stride = tl.where(ahead, programs, walkers)
+            first_slot = rank // chunks
+            first_index = (rank - first_slot * chunks) * CHUNK + offsets
+            x = tl.load(
+                rows_ptr + tl.where(ahead, first_slot, node).to(tl.int64) * stride_n + first_index,
+                mask=first_index < tl.where(rank < items, V, 0),
+                other=NO_MASS,
+            )
             for item in range(rank, items, stride):
                 slot = item // chunks
                 chunk = item - slot * chunks
                 start = chunk * CHUNK
                 row_node = tl.where(ahead, slot, node)
                 row_ptr = rows_ptr + row_node.to(tl.int64) * stride_n
-                x = tl.load(row_ptr + start + offsets, mask=start + offsets < V, other=NO_MASS)
-                if PTX:
-                    following = item + stride
-                    if (not ahead) & (following < items):
-                        line = following * CHUNK + tl.arange(0, CHUNK // 32) * 32
-                        _prefetch(row_ptr + tl.minimum(line, V - 1))
+                mass = x.to(tl.float32)
+                following = item + stride
+                next_slot = following // chunks
+                next_index = (following - next_slot * chunks) * CHUNK + offsets
+                x = tl.load(
+                    rows_ptr + tl.where(ahead, next_slot, node).to(tl.int64) * stride_n + next_index,
+                    mask=next_index < tl.where(following < items, V, 0),
+                    other=NO_MASS,
+                )
                 if row_node != held:
                     held = row_node
-                    nodes, tokens, rest, left = _siblings(
-                        sibling_ptr, candidates_ptr, _follow(child_ptr, row_node, N), N, N, V, JUMP
+                    nodes, tokens, rest, left = siblings(
+                        sibling_ptr, candidates_ptr, follow(child_ptr, row_node, N), N, N, V, JUMP
                     )
-                mass = x.to(tl.float32)
                 bad = 0
                 if PROBS:
                     bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
-                    total = tl.sum(mass, 0)
-                    key = tl.where(total > 0.0, 0, _EMPTY_KEY)
+                    chunk_sum = total(mass, THREADS, VEC)
+                    key = tl.where(chunk_sum > 0.0, 0, _EMPTY_KEY)
                 else:
-                    top = tl.max(mass, 0) + 0.0  # -0.0 and 0.0 are a tie: one key
-                    key = _ordered(top)
+                    key = maximum_key(mass, THREADS, VEC)
+                    top = unordered(key)
                     if greedy:
-                        bad = _unusable(row_ptr, start, V, CHUNK, PTX)
-                        index = _opaque(start, PTX) + tl.arange(0, CHUNK)
-                        total = tl.min(tl.where(mass == top, index, _BIG), 0).to(tl.float32, bitcast=True)
+                        bad = unusable(row_ptr, start, V, CHUNK, PTX)
+                        index = opaque(start, PTX) + tl.arange(0, CHUNK)
+                        chunk_sum = tl.min(tl.where(mass == top, index, _BIG), 0).to(tl.float32, bitcast=True)
                     else:
-                        mass = _chunk_mass(mass, top, before, after, rate, limit, PTX)
-                        total = tl.sum(mass, 0)
-                        if (total != total) | (top == float("inf")):
-                            bad = _unusable(row_ptr, start, V, CHUNK, PTX)
+                        mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
+                        chunk_sum = total(mass, THREADS, VEC)
+                        if (chunk_sum != chunk_sum) | (top == float("inf")):
+                            bad = unusable(row_ptr, start, V, CHUNK, PTX)
                 key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
-                rest_sum = total
+                rest_sum = chunk_sum
                 if not greedy:
-                    mass, found = _without(
+                    mass, found = without(
                         mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
                     )
                     if found == 1:
-                        rest_sum = tl.sum(mass, 0)
+                        rest_sum = total(mass, THREADS, VEC)
                 place = tl.where(ahead, 2 * MAX_B + b * AHEAD + slot, 2 * b + (step & 1))
                 out = words_ptr + place * 192 + chunk
-                tl.store(out, _word(key, tag))
-                tl.store(out + 64, _word(total.to(tl.int32, bitcast=True), tag))
-                tl.store(out + 128, _word(rest_sum.to(tl.int32, bitcast=True), tag))
+                tl.store(out, word(key, tag))
+                tl.store(out + 64, word(chunk_sum.to(tl.int32, bitcast=True), tag))
+                tl.store(out + 128, word(rest_sum.to(tl.int32, bitcast=True), tag))
 
         # 2. one step of the walk, from the published triples
         if rank >= walkers:
@@ -399,49 +232,49 @@ def _verify_tree_kernel(
         else:
             if node != held:
                 held = node
-                nodes, tokens, rest, left = _siblings(
-                    sibling_ptr, candidates_ptr, _follow(child_ptr, node, N), N, N, V, JUMP
+                nodes, tokens, rest, left = siblings(
+                    sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
                 )
             row_ptr = rows_ptr + node.to(tl.int64) * stride_n
             child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
             coin = tl.load(coins_ptr + node)
             if PTX:  # the likeliest next row, on its way to L2 while waiting
-                guess = _follow(child_ptr, node, N)
+                guess = follow(child_ptr, node, N)
                 if (guess >= read_ahead) & (used < cap):
                     line = tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1)
-                    _prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
+                    prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
             ahead = node < read_ahead
             tag = tl.where(ahead, epoch, epoch + step)
             place = tl.where(ahead, 2 * MAX_B + b * AHEAD + node, 2 * b + (step & 1))
             row_words = words_ptr + place * 192
             if not SHARED:
                 tl.debug_barrier()  # this program's own stores
-            tops, sums, rests = _words(row_words, 0, chunks)
-            late = _waiting(tops, sums, rests, 0, tag, chunks)
+            tops, sums, rests = words_of(row_words, 0, chunks)
+            late = waiting(tops, sums, rests, 0, tag, chunks)
             if TWO:
-                tops2, sums2, rests2 = _words(row_words, 1, chunks)
-                late = late | _waiting(tops2, sums2, rests2, 1, tag, chunks)
+                tops2, sums2, rests2 = words_of(row_words, 1, chunks)
+                late = late | waiting(tops2, sums2, rests2, 1, tag, chunks)
             if SHARED:
                 while tl.max(late, 0) == 1:
-                    tops, sums, rests = _words(row_words, 0, chunks)
-                    late = _waiting(tops, sums, rests, 0, tag, chunks)
+                    tops, sums, rests = words_of(row_words, 0, chunks)
+                    late = waiting(tops, sums, rests, 0, tag, chunks)
                     if TWO:
-                        tops2, sums2, rests2 = _words(row_words, 1, chunks)
-                        late = late | _waiting(tops2, sums2, rests2, 1, tag, chunks)
-            keys = _keys(tops, 0, chunks)
+                        tops2, sums2, rests2 = words_of(row_words, 1, chunks)
+                        late = late | waiting(tops2, sums2, rests2, 1, tag, chunks)
+            keys = keys_of(tops, 0, chunks)
             both_keys = keys
             if TWO:
-                keys2 = _keys(tops2, 1, chunks)
+                keys2 = keys_of(tops2, 1, chunks)
                 both_keys = tl.maximum(keys, keys2)
             top_key = tl.max(both_keys, 0)
             if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
                 status = tl.where(top_key == _NAN_KEY, 1, tl.where(top_key == _INF_KEY, 2, 3))
                 active = 0
             else:
-                top = _unordered(top_key)
+                top = unordered(top_key)
                 weight = tl.full([32], 1.0, tl.float32)
                 weight2 = weight
-                row_sum = 1.0
+                row_sum = tl.full([], 1.0, tl.float32)
                 if not PROBS:
                     if greedy:
                         arg = tl.where(keys == top_key, (sums >> 32).to(tl.int32), _BIG)
@@ -449,13 +282,13 @@ def _verify_tree_kernel(
                             arg = tl.minimum(arg, tl.where(keys2 == top_key, (sums2 >> 32).to(tl.int32), _BIG))
                         bonus = tl.min(arg, 0)
                     else:
-                        weight = _chunk_weight(_unordered(keys), top, before, after, rate, limit, PTX)
+                        weight = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
                         weight = tl.where(lane < chunks, weight, 0.0)
-                        row_sums = _masses(sums, weight)
+                        row_sums = masses_of(sums, weight)
                         if TWO:
-                            weight2 = _chunk_weight(_unordered(keys2), top, before, after, rate, limit, PTX)
+                            weight2 = chunk_weight(unordered(keys2), top, before, after, rate, limit, PTX)
                             weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
-                            row_sums += _masses(sums2, weight2)
+                            row_sums += masses_of(sums2, weight2)
                         row_sum = tl.sum(row_sums, 0)
 
                 # 2a. the children, in order
@@ -464,15 +297,14 @@ def _verify_tree_kernel(
                 last = -1  # the last child of positive mass
                 testing = tl.where(used < cap, 1, 0)
                 while testing == 1:
-                    if PROBS:
-                        p = child_x.to(tl.float32)
-                    else:
-                        p = _slow_mass(child_x.to(tl.float32), top, before, after, rate, PTX)
-                        p = tl.div_rn(p, row_sum + tl.zeros_like(p))
+                    p = child_x.to(tl.float32)
+                    if not PROBS:
+                        p = slow_mass(p, top, before, after, rate, PTX)
                         p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
                     prefix = acc + tl.cumsum(p, 0)
                     packed = (lane << 10) | nodes
-                    hit = tl.min(tl.where((p > 0.0) & (coin < prefix), packed, _NEVER), 0)
+                    accepts = prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64)
+                    hit = tl.min(tl.where((p > 0.0) & accepts, packed, _NEVER), 0)
                     testing = 0
                     if hit == _NEVER:
                         block_last = tl.max(tl.where(p > 0.0, packed, -1), 0)
@@ -481,7 +313,7 @@ def _verify_tree_kernel(
                             testing = 1
                             held = -1  # these are no longer the node's first children
                             acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
-                            nodes, tokens, rest, left = _siblings(
+                            nodes, tokens, rest, left = siblings(
                                 sibling_ptr, candidates_ptr, rest, left, N, V, JUMP
                             )
                             child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
@@ -489,10 +321,10 @@ def _verify_tree_kernel(
                 # 2b. accept, or end the walk
                 chosen = hit & 0x3FF
                 if hit == _NEVER:
-                    residual = _masses(tl.where(used < cap, rests, sums), weight)
+                    residual = masses_of(tl.where(used < cap, rests, sums), weight)
                     both = residual
                     if TWO:
-                        residual2 = _masses(tl.where(used < cap, rests2, sums2), weight2)
+                        residual2 = masses_of(tl.where(used < cap, rests2, sums2), weight2)
                         both = residual + residual2
                     residual_sum = tl.sum(both, 0)
                     if greedy:
@@ -543,15 +375,15 @@ def _verify_tree_kernel(
             mass = x.to(tl.float32)
             weight = 1.0
             if not PROBS:
-                top = tl.max(mass, 0) + 0.0
-                mass = _chunk_mass(mass, top, before, after, rate, limit, PTX)
-                weight = _chunk_weight(top, last_top, before, after, rate, limit, PTX)
+                top = unordered(maximum_key(mass, THREADS, VEC))
+                mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
+                weight = chunk_weight(top, last_top, before, after, rate, limit, PTX)
             if used < cap:
                 if held != node:
-                    nodes, tokens, rest, left = _siblings(
-                        sibling_ptr, candidates_ptr, _follow(child_ptr, node, N), N, N, V, JUMP
+                    nodes, tokens, rest, left = siblings(
+                        sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
                     )
-                mass, _ = _without(
+                mass, _ = without(
                     mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
                 )
             goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
@@ -572,63 +404,6 @@ def _verify_tree_kernel(
 INTERPRETED = not isinstance(_verify_tree_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 at import time
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """How a launch is cut up; a function of shapes and of the device alone. Never changes a result.
-
-    Args:
-        programs: programs per request, >= 1.
-
-        read_ahead: rows (nodes ``0 .. read_ahead - 1``) whose chunks are taken in the first step, at most
-            ``min(N, AHEAD_ROWS)``, and 0 if B is above ``AHEAD_BATCH``; 0 takes the root's row alone, as
-            any later one.
-    """
-
-    programs: int
-    read_ahead: int = 0
-
-
-def _chunk_size(V: int) -> int:
-    """Tokens per chunk: a power of two >= 1024 that cuts a row into at most 64 chunks."""
-    return max(1024, triton.next_power_of_2(triton.cdiv(V, _CHUNKS)))
-
-
-def _warps(chunk: int) -> int:
-    """Warps per program: a function of the chunk alone, since it shapes the sums."""
-    return max(2, chunk // (32 * _TOKENS_PER_THREAD))  # Triton 3.6 fails to compile the kernel for one
-
-
-def launch_plan(B: int, N: int, V: int, multiprocessors: int) -> LaunchPlan:
-    """Cut B requests of N rows of V tokens over a device.
-
-    Unless it is one program a request, which waits for nobody, ``B * programs`` never exceeds the 16 warps
-    a multiprocessor which the kernel's register limit lets be co-resident. With programs to spare, each
-    takes one chunk and later nodes' rows are read ahead.
-    """
-    chunk = _chunk_size(V)
-    chunks = triton.cdiv(V, chunk)
-    share = max(1, _WARPS_PER_SM // _warps(chunk) * multiprocessors // B)
-    if share < 2 * chunks or B > AHEAD_BATCH:
-        return LaunchPlan(programs=triton.cdiv(chunks, triton.cdiv(chunks, min(share, chunks))))
-    read_ahead = min(N, share // chunks, AHEAD_ROWS)
-    return LaunchPlan(programs=read_ahead * chunks, read_ahead=read_ahead)
-
-
-class Workspace:
-    """Scratch for one stream of launches on one device; 4.7 MB, whatever N and V.
-
-    Holds the published chunk triples and the epochs. Launches that use it must not overlap in time.
-    """
-
-    # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
-    # place shared between requests could hold another one's word under the very tag that is waited for.
-    places = 2 * MAX_BATCH + AHEAD_BATCH * AHEAD_ROWS
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.words = torch.full((self.places, _FIELDS, _CHUNKS), -1, dtype=torch.int64, device=device)
-        self.epochs = torch.zeros((3, MAX_BATCH), dtype=torch.int32, device=device)
-
-
 def verify_tree(
     candidates: torch.Tensor,
     retrieve_next_token: torch.Tensor,
@@ -641,8 +416,8 @@ def verify_tree(
     accept_token_num: torch.Tensor,
     predicts: torch.Tensor,
     status: torch.Tensor,
-    workspace: Workspace,
-    plan: LaunchPlan,
+    workspace: launch.Workspace,
+    plan: launch.LaunchPlan,
 ) -> None:
     """Launch the sampler on the current stream; nothing is checked, allocated or waited for.
 
@@ -674,7 +449,7 @@ def verify_tree(
         plan: with more than one program a request, all of them must fit the device at once.
     """
     B, N, V = rows.shape
-    chunk = _chunk_size(V)
+    chunk = launch.chunk_size(V)
     _verify_tree_kernel[(plan.programs, B)](
         candidates,
         retrieve_next_token,
@@ -698,13 +473,15 @@ def verify_tree(
         SLOTS=max(32, triton.next_power_of_2(N)),
         chunks=triton.cdiv(V, chunk),
         CHUNK=chunk,
-        JUMP=N <= _JUMP_LIMIT,
-        MAX_B=MAX_BATCH,
-        AHEAD=AHEAD_ROWS,
+        THREADS=32 * launch.warps_per_program(chunk),
+        VEC=launch.vector_size(rows),
+        JUMP=N <= launch.JUMP_LIMIT,
+        MAX_B=launch.MAX_BATCH,
+        AHEAD=launch.AHEAD_ROWS,
         PROBS=temperature is None,
         SHARED=plan.programs > 1,
         PTX=not INTERPRETED and torch.version.hip is None,
-        num_warps=_warps(chunk),
-        maxnreg=_REGISTERS,
+        num_warps=launch.warps_per_program(chunk),
+        maxnreg=launch.REGISTERS,
         enable_fp_fusion=True,  # Triton's default until 3.10, and what the figures were measured with
     )
