@@ -365,6 +365,8 @@ def _verify_tree_kernel(
         if gone == programs - 1:
             tl.store(epochs_ptr + b, tl.load(epochs_ptr + MAX_B + b, volatile=True))
             tl.store(epochs_ptr + 2 * MAX_B + b, 0)
+    else:  # its words carry tags too: a later launch that shares must not find them under its own
+        tl.store(epochs_ptr + b, epoch + step + 1)
 
     # 4. the bonus token
     if rank == 0:
