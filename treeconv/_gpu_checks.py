@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from treeconv._scale import WideBatch, float64_law, float64_walk, random_batch, random_trees
+from treeconv._scale import BAND, WideBatch, float64_law, float64_walk, random_batch, random_trees
 from treeconv.backends.registry import get_backend
 from treeconv.convert import to_verify_input
 from treeconv.cuda_graph import CudaGraphRunner
@@ -33,6 +33,9 @@ class Sizes:
 
         replays: of each captured graph.
 
+        vocab: of the graph laws, and of some of the agreement's batches: large enough that a sampler may cut
+            a row up.
+
         wide_batch, wide_slots, wide_vocab: the full-size calls.
 
         offset_shapes: ``(B, N, V)`` whose rows pass 2**31 and 2**32 elements.
@@ -41,6 +44,7 @@ class Sizes:
     trees: int = 102_400
     chunk: int = 1024
     replays: int = 300
+    vocab: int = 5000
     wide_batch: int = 128
     wide_slots: int = 64
     wide_vocab: int = 163_840
@@ -53,6 +57,7 @@ class Sizes:
             trees=400,
             chunk=200,
             replays=25,
+            vocab=300,
             wide_batch=12,
             wide_slots=8,
             wide_vocab=400,
@@ -93,15 +98,20 @@ def hold_outputs(
 
 
 def float64_agreement(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
-    """Decisions of ``sizes.trees`` random trees against the float64 walk."""
-    left_out = 0
-    slots, vocab, cap = 12, 64, 9
-    for _ in range(0, sizes.trees, sizes.chunk):
-        wide = random_batch(rng, sizes.chunk, slots, vocab, device)
+    """Decisions of ``sizes.trees`` random trees against the float64 walk, some over the larger vocabulary."""
+    slots, cap = 12, 9
+    few = max(1, sizes.chunk // 8)
+    batches = [(sizes.chunk, 64)] * -(-sizes.trees // sizes.chunk) + [(few, sizes.vocab)] * 12
+    judged = left_out = expected = 0
+    for count, vocab in batches:
+        wide = random_batch(rng, count, slots, vocab, device)
         walk = float64_walk(wide.batch, float64_law(wide.logits, wide.temperature), wide.coins, cap)
         output = verify_wide(fresh(backend), wide, cap)
         wrong, inside = walk.disagreements(output, slots)
+        judged += count
         left_out += int(inside.sum())
+        # A coin meets the band of one of V boundaries, and of those of the nodes on its way.
+        expected += int(count * (0.02 + 2 * BAND * vocab))
         if bool(wrong.any()):
             first = int(wrong.int().argmax())
             nodes = walk.nodes[first]
@@ -109,13 +119,12 @@ def float64_agreement(backend: Backend, device: torch.device, rng: np.random.Gen
                 first,
                 f"flat indices {output.accept_index[first].tolist()}, tokens {output.tokens[first]}",
                 f"nodes {nodes[nodes >= 0].tolist()}, then {int(walk.bonus[first])}",
-                f"{int(wrong.sum())} of {sizes.chunk} requests; the nearest boundary is"
+                f"{int(wrong.sum())} of {count} requests over {vocab} tokens; the nearest boundary is"
                 f" {float(walk.margin[first]):.3g} away from the coin",
             )
-    judged = -(-sizes.trees // sizes.chunk) * sizes.chunk
-    if left_out > judged // 50:
+    if left_out > expected + 5:
         raise Violation(
-            0, f"{left_out} of {judged} trees inside the band", "under 2%, or the law says nothing"
+            0, f"{left_out} of {judged} trees inside the band", f"{expected}, as a band so wide leaves out"
         )
     return judged - left_out
 
@@ -179,7 +188,7 @@ def _replay(runner: CudaGraphRunner, wide: WideBatch, coins: Coins | None) -> Ve
 
 def graph_replay(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
     """Replays against plain calls; every tenth batch has one request of unusable rows."""
-    slots, vocab = 12, 500
+    slots, vocab = 12, sizes.vocab
     runner = _runner(backend, device, slots, vocab)
     judged = 0
     for turn in range(sizes.replays):
@@ -257,7 +266,7 @@ def _poison_memory(device: torch.device) -> None:
 
 def poisoned_buffers(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
     """The same call after memory, outputs and padding were filled with rubbish."""
-    slots, vocab, judged = 12, 500, 0
+    slots, vocab, judged = 12, sizes.vocab, 0
     for _ in range(max(4, sizes.replays // 15)):
         wide = random_batch(rng, 24, slots, vocab, device)
         want = verify_wide(fresh(backend), wide, 6)
