@@ -19,6 +19,7 @@ from treeconv.kernels.launch import (
     MAX_VOCAB,
     LaunchPlan,
     Workspace,
+    launch_plan,
 )
 from treeconv.kernels.verify_tree import INTERPRETED, verify_tree
 from treeconv.tree import VerifyOutput
@@ -210,7 +211,9 @@ class TritonBackend:
             self._check_output(out, B, N, depth_cap, device)
         with _quiet_numpy() if INTERPRETED else torch.cuda.device(device):
             verify_tree(
-                *(tensor.contiguous() for tensor in trees.values()),
+                batch.candidates.contiguous(),
+                batch.retrieve_next_token.contiguous(),
+                batch.retrieve_next_sibling.contiguous(),
                 rows,
                 temperature if temperature is None else temperature.contiguous(),
                 coins.accept.contiguous(),
