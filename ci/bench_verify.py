@@ -14,19 +14,21 @@ import itertools
 import json
 import random
 import statistics
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from treeconv.backends.triton import TritonBackend
 from treeconv.kernels import launch
 from treeconv.kernels.launch import LaunchPlan
-from treeconv.tree import Coins, VerifyInput
+from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 COPY_RATE = 4.24e12  # bytes a second, read or written, of DESIGN section 7
 TARGET = {1: 12, 4: 14, 16: 19, 64: 46, 128: 74}
 
 
-def best_first_tree(rng, N, V):
+def best_first_tree(rng: random.Random, N: int, V: int) -> tuple[list[int], list[int], list[int]]:
     """Parents and tokens of the N - 1 likeliest nodes under random per-depth marginals, and their ranks."""
     marginals = []
     for _ in range(15):
@@ -48,7 +50,7 @@ def best_first_tree(rng, N, V):
     return parents, tokens, ranks
 
 
-def make_batch(seed, B, N, V, rate=0.8):
+def make_batch(seed: int, B: int, N: int, V: int, rate: float = 0.8) -> tuple[Any, ...]:
     """One batch on the device, with peaked logits."""
     rng = random.Random(seed)
     child, sibling = torch.full((B, N), -1), torch.full((B, N), -1)
@@ -78,13 +80,16 @@ def make_batch(seed, B, N, V, rate=0.8):
     on = lambda t: t.to("cuda")  # noqa: E731
     batch = VerifyInput(
         on(candidates), torch.arange(B * N, device="cuda").view(B, N), on(child), on(sibling),
-        torch.zeros((B, N), dtype=torch.int64, device="cuda"), torch.zeros(B, dtype=torch.int64, device="cuda"),
+        torch.zeros((B, N), dtype=torch.int64, device="cuda"),
+        torch.zeros(B, dtype=torch.int64, device="cuda"),
     )  # fmt: skip
     coins = Coins(torch.rand((B, N), device="cuda"), torch.rand(B, device="cuda"))
     return batch, rows, torch.full((B,), 0.8, device="cuda"), coins
 
 
-def capture(backend, inputs, plan, depth_cap=16):
+def capture(
+    backend: TritonBackend, inputs: tuple[Any, ...], plan: LaunchPlan | None, depth_cap: int = 16
+) -> tuple[torch.cuda.CUDAGraph, VerifyOutput]:
     """A graph of one call, and its outputs."""
     out = backend.empty_output(inputs[0], depth_cap)
     backend.verify(*inputs, depth_cap, out=out, plan=plan)
@@ -95,7 +100,7 @@ def capture(backend, inputs, plan, depth_cap=16):
     return graph, out
 
 
-def time_graphs(graphs, rounds=15, replays=40):
+def time_graphs(graphs: list[torch.cuda.CUDAGraph], rounds: int = 15, replays: int = 40) -> float:
     """Median microseconds a replay, over rounds of back-to-back replays."""
     times = []
     for _ in range(rounds):
@@ -115,9 +120,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 16, 64, 128])
     parser.add_argument("--vocab", type=int, default=163840)
     parser.add_argument("--nodes", type=int, default=64)
-    parser.add_argument("--sweep", default="", help='plans to try, as "B:P,W;P,W B:P,W"')
+    parser.add_argument("--sweep", default="", help='more plans to try, as "B:P,W;P,W B:P,W"')
     parser.add_argument("--json", default="")
-    parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,warps,registers,warps per multiprocessor")
+    parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,warps,registers,warps per SM")
     options = parser.parse_args()
     backend = TritonBackend()
     sweep = {}
@@ -143,16 +148,18 @@ def main() -> None:
             visited = statistics.mean((out.accept_token_num.float().mean() + 1).item() for _, out in captured)
             longest = max(int(out.accept_token_num.max()) + 1 for _, out in captured)
             bound = visited * B * options.vocab * 2 / COPY_RATE * 1e6
-            shown = plan or backend._plan(B, options.nodes, options.vocab, torch.device("cuda", 0))
-            results.append({"B": B, "plan": str(shown), "us": us, "visited": visited, "bound_us": bound, "tune": tune})
+            shown = plan or backend.plan_for(B, options.nodes, options.vocab, torch.device("cuda", 0))
+            results.append(
+                {"B": B, "plan": str(shown), "us": us, "visited": visited, "bound_us": bound, "tune": tune}
+            )
             print(
-                f"B={B:4d} P={shown.programs:4d} W={shown.read_ahead:3d} {tune:16s} {us:8.2f} us  visited {visited:.2f}"
-                f" (max {longest})  bound {bound:6.2f}  limit {12 + 2 * bound:6.2f}  issue's {TARGET.get(B)}",
+                f"B={B:4d} P={shown.programs:4d} W={shown.read_ahead:3d} {tune:16s} {us:8.2f} us"
+                f"  visited {visited:.2f} (max {longest})  bound {bound:6.2f}  limit {12 + 2 * bound:6.2f}"
+                f"  issue's {TARGET.get(B)}",
                 flush=True,
             )
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+        Path(options.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ _LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @contextlib.contextmanager
 def _quiet_numpy() -> Iterator[None]:
-    """The interpreter computes in NumPy, which warns of the infinities and NaN that a GPU takes in silence."""
+    """The interpreter computes in NumPy, which warns of infinities and NaN that a GPU takes in silence."""
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
@@ -52,7 +52,7 @@ class TritonBackend:
     """
 
     name = "triton"
-    traits = BackendTraits(graph_safe=True, devices=("cpu", "cuda") if INTERPRETED else ("cuda",))
+    traits = BackendTraits(graph_safe=not INTERPRETED, devices=("cpu",) if INTERPRETED else ("cuda",))
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[torch.device, int], Workspace] = {}
@@ -194,10 +194,9 @@ class TritonBackend:
             dtype = torch.int64 if name in trees else torch.float32
             if tensor.dtype != dtype:
                 raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
-        interpreted = device.type == "cpu"
         if plan is None:
-            plan = LaunchPlan(1) if interpreted else self._plan(B, N, V, device)
-        elif interpreted and plan.programs > 1:
+            plan = self.plan_for(B, N, V, device)
+        elif INTERPRETED and plan.programs > 1:
             raise InvalidArgument(
                 f"plan.programs={plan.programs}, but must be 1 in the interpreter: it runs one at a time"
             )
@@ -210,9 +209,11 @@ class TritonBackend:
             out = self.empty_output(batch, depth_cap)
         else:
             self._check_output(out, B, N, depth_cap, device)
-        with _quiet_numpy() if interpreted else torch.cuda.device(device):
+        with _quiet_numpy() if INTERPRETED else torch.cuda.device(device):
             verify_tree(
-                *(tensor.contiguous() for tensor in trees.values()),
+                batch.candidates.contiguous(),
+                batch.retrieve_next_token.contiguous(),
+                batch.retrieve_next_sibling.contiguous(),
                 rows,
                 temperature if temperature is None else temperature.contiguous(),
                 coins.accept.contiguous(),
@@ -244,7 +245,10 @@ class TritonBackend:
                 )
 
     @staticmethod
-    def _plan(B: int, N: int, V: int, device: torch.device) -> LaunchPlan:
+    def plan_for(B: int, N: int, V: int, device: torch.device) -> LaunchPlan:
+        """How a call of these shapes is cut up on ``device``."""
+        if INTERPRETED:  # programs run one after another: none may wait for another
+            return LaunchPlan(1)
         if torch.version.hip is not None:  # pragma: no cover - co-residency was reasoned out for CUDA only
             return LaunchPlan(1)
         return launch_plan(B, N, V, torch.cuda.get_device_properties(device).multi_processor_count)

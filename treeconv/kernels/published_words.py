@@ -1,4 +1,4 @@
-"""How the programs of one request tell each other what they summed, see *Co-operation* in :mod:`.verify_tree`.
+"""How the programs of a request tell each other what they summed: *Co-operation* in :mod:`.verify_tree`.
 
 Device functions only. A row's words are ``[3, 64]`` int64: per chunk its maximum (an ordered key), its sum
 and its sum without the children, each 32 bits over a 32-bit tag. They are read as two halves of a warp's 32

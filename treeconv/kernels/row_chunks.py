@@ -42,9 +42,12 @@ def unordered(key):
 def _exp2(x, PTX: tl.constexpr):
     """2^x; a result below 2^-126 may be flushed to zero."""
     if PTX:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
-        return tl.exp2(x)
+        power = tl.exp2(x)
+    return power
 
 
 @triton.jit
@@ -65,16 +68,22 @@ def maximum_key(x, THREADS: tl.constexpr, VEC: tl.constexpr):
 def opaque(value, PTX: tl.constexpr):
     """``value``, so that nothing computed from it is moved to before this point (rare paths stay rare)."""
     if PTX:
-        return tl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [value], tl.int32, False, 1)
-    else:
-        return value
+        value = tl.inline_asm_elementwise(
+            "mov.u32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return value
 
 
 @triton.jit
 def prefetch(pointers):
     """Ask for the cache lines at ``pointers`` in L2."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 

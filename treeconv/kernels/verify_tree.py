@@ -1,4 +1,4 @@
-"""Lazy tree verification in one launch: walk the draft tree, read only what the walk may need, draw the bonus.
+"""Lazy tree verification in one launch: walk the draft tree, read what the walk needs, draw the bonus.
 
 **Contract.** For each request the walk of DESIGN section 2 (target-only, one coin a node, half-open buckets)
 over logits (``PROBS`` false; law ``softmax(x / T)``, ``T == 0`` is the lowest-index argmax) or over
@@ -45,7 +45,6 @@ from treeconv.kernels.row_chunks import (
     chunk_weight,
     maximum_key,
     opaque,
-    ordered,
     prefetch,
     slow_mass,
     total,
@@ -134,12 +133,11 @@ def _verify_tree_kernel(
         rate = tl.div_rn(tl.where(greedy, 1.0, 1.4426950408889634), scaled)  # log2(e) / T
         limit = tl.where(before * after == 1.0, 1024.0, 0.0)
 
+    nothing = tl.full([SLOTS], -1, tl.int32)
     if rank == 0:  # this program writes the outputs, as the walk goes
-        tl.store(predicts_ptr + slots, tl.full([SLOTS], -1, tl.int32), mask=slots < N)
+        tl.store(predicts_ptr + slots, nothing, mask=slots < N)
         for filled in range(0, depth_cap, SLOTS):
-            tl.store(
-                accept_index_ptr + filled + slots, tl.full([SLOTS], -1, tl.int32), mask=filled + slots < depth_cap
-            )
+            tl.store(accept_index_ptr + filled + slots, nothing, mask=filled + slots < depth_cap)
         tl.debug_barrier()
         tl.store(accept_index_ptr, b * N)
 
@@ -279,7 +277,8 @@ def _verify_tree_kernel(
                     if greedy:
                         arg = tl.where(keys == top_key, (sums >> 32).to(tl.int32), _BIG)
                         if TWO:
-                            arg = tl.minimum(arg, tl.where(keys2 == top_key, (sums2 >> 32).to(tl.int32), _BIG))
+                            arg2 = tl.where(keys2 == top_key, (sums2 >> 32).to(tl.int32), _BIG)
+                            arg = tl.minimum(arg, arg2)
                         bonus = tl.min(arg, 0)
                     else:
                         weight = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
@@ -397,8 +396,8 @@ def _verify_tree_kernel(
             tl.store(predicts_ptr + node, bonus)
         else:
             tl.debug_barrier()
-            tl.store(predicts_ptr + slots, tl.full([SLOTS], -1, tl.int32), mask=slots < N)
-            tl.store(accept_index_ptr + slots, tl.full([SLOTS], -1, tl.int32), mask=slots < tl.minimum(used, depth_cap))
+            tl.store(predicts_ptr + slots, nothing, mask=slots < N)
+            tl.store(accept_index_ptr + slots, nothing, mask=slots < used)
         tl.store(accept_num_ptr + b, tl.where(status == 0, used - 1, 0))
         tl.store(status_ptr + b, status)
 
