@@ -135,12 +135,15 @@ class TritonBackend:
     def empty_output(batch: VerifyInput, depth_cap: int) -> VerifyOutput:
         """Output tensors for ``out=``, uninitialised: each call writes every element."""
         B, N = batch.candidates.shape
-        options = {"dtype": torch.int32, "device": batch.candidates.device}
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=batch.candidates.device)
+
         return VerifyOutput(
-            accept_index=torch.empty((B, depth_cap), **options),
-            accept_token_num=torch.empty(B, **options),
-            predicts=torch.empty(B * N, **options),
-            status=torch.empty(B, **options),
+            accept_index=empty(B, depth_cap),
+            accept_token_num=empty(B),
+            predicts=empty(B * N),
+            status=empty(B),
         )
 
     def _run(
