@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from treeconv import DraftTree, __version__, suite, to_verify_input
 from treeconv.cli import main
@@ -293,3 +294,12 @@ def test_as_a_module_and_into_a_pipe_that_closes():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("treeconv ")
+
+
+def test_bench_without_a_cuda_device_says_so(capsys):
+    """The figures are a device's; on a machine without one there is nothing to time."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+
+    assert main(["bench"]) == 2
+    assert "measures a CUDA device, and none is here" in capsys.readouterr().err

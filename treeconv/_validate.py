@@ -97,26 +97,25 @@ def check_verify_input(batch: VerifyInput) -> None:
 
     if not isinstance(batch, VerifyInput):
         raise InvalidArgument(f"batch={type(batch).__name__}, but must be a VerifyInput (to_verify_input)")
-    for name in batch.__dataclass_fields__:
-        tensor = getattr(batch, name)
+    tensors = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgument(f"{name}={type(tensor).__name__}, but must be a torch.Tensor")
-    shape = tuple(batch.candidates.shape)
+    shape, device = tuple(batch.candidates.shape), batch.device
     if len(shape) != 2 or 0 in shape:
         raise InvalidArgument(f"candidates.shape={shape}, but must be [B, N] with B, N >= 1")
-    for name in batch.__dataclass_fields__:
-        tensor = getattr(batch, name)
+    for name, tensor in tensors.items():
         want = shape[:1] if name == "prefix_lens" else shape
-        if tuple(tensor.shape) != want:
+        if tensor.shape != want:
             raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {want}")
-        if str(tensor.dtype) != "torch.int64":
+        if tensor.dtype != torch.int64:
             raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be torch.int64")
-        if tensor.device != batch.device:
+        if tensor.device != device:
             raise InvalidArgument(
-                f"{name}.device={tensor.device}, but must be {batch.device}, the device of candidates"
+                f"{name}.device={tensor.device}, but must be {device}, the device of candidates"
             )
     # Small batches are checked faster one node at a time than with array operations.
-    if batch.device.type == "cpu" and (batch.candidates.numel() <= 128 or not _is_surely_valid(batch)):
+    if device.type == "cpu" and (batch.candidates.numel() <= 128 or not _is_surely_valid(batch)):
         _name_the_fault(batch)
 
 
@@ -173,6 +172,8 @@ def check_tokens(batch: VerifyInput, vocab_size: int) -> None:
     if batch.device.type != "cpu":
         return
     tokens = batch.candidates.numpy()
+    if tokens[:, 1:].min(initial=0) >= 0 and tokens[:, 1:].max(initial=0) < vocab_size:
+        return
     first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
     for pointer in (first, sibling):
         request, node = np.nonzero(pointer >= 0)
@@ -238,6 +239,8 @@ def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
         if temperature.device != batch.device:
             raise InvalidArgument(f"temperature.device={temperature.device}, but must be {batch.device}")
         return temperature
+    if isinstance(temperature, float) and (temperature == 0 or _TINIEST <= temperature <= _LARGEST):
+        return torch.full((size,), temperature, dtype=torch.float32, device=batch.device)
     try:
         values = torch.as_tensor(temperature, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):

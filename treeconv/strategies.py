@@ -51,7 +51,7 @@ _NICE_LOGITS = (0.0, 1.0, -1.0, 2.0, 0.5, -math.inf, 5.0, 10.0, -10.0, 30.0, -80
 _USUAL, _SMALL, _FAR = (
     (1.0, 0.0, 0.5, 2.0, 0.6, 0.8, 0.01),
     (0.005, 0.002, 1e-3, 1e-4),
-    (1e-6, 1e-40, 100.0, 1e30),
+    (1e-6, 1e-40, 100.0, 2.0**99),
 )
 _NICE_TEMPERATURES = (*_USUAL, *_SMALL, *_FAR)
 _LEAST_SCALED = 1e-7  # below it, the products would be subnormal
@@ -288,7 +288,8 @@ def verify_cases(
         tree = draw(draft_trees(max_nodes=max_nodes, vocab_size=vocab, shapes=shapes))
         if kind == "logits":
             rows = draw(target_logits(len(tree), vocab, dtype=dtype))
-            temperature = draw(temperatures())
+            # The usual ones again, so that a batch often holds greedy beside sampled requests.
+            temperature = draw(st.one_of(st.sampled_from([1.0, 0.0, 2.0]), temperatures()))
             # Logits a few temperatures apart: else every small temperature is as good as greedy.
             if _LEAST_SCALED <= temperature <= 0.1 and draw(st.integers(0, 2), label="scale?"):
                 rows = _rounded(rows * np.float32(temperature), dtype)
