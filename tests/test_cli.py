@@ -275,7 +275,7 @@ def test_help(capsys, arguments):
     assert "usage: treeconv" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["bench"], ["replay"], ["verify", "--max-examples", "few"]])
+@pytest.mark.parametrize("arguments", [[], ["prove"], ["replay"], ["verify", "--max-examples", "few"]])
 def test_wrong_usage(capsys, arguments):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)

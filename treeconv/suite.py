@@ -100,12 +100,13 @@ def load_backend(name: str, device: str = "cpu") -> Backend:
         sys.path.insert(0, str(Path.cwd()))
     try:
         backend = get_backend(name)
-    except BackendUnavailable:
-        raise
-    except Exception as error:  # a stranger's module may raise anything
-        at = traceback.extract_tb(error.__traceback__)[-1]
+    except Exception as error:  # a stranger's module or constructor may raise anything
+        cause = error.__cause__ if isinstance(error, BackendUnavailable) else error
+        if cause is None or isinstance(cause, ImportError):
+            raise
+        at = traceback.extract_tb(cause.__traceback__)[-1]
         raise BackendUnavailable(
-            f"backend={name!r} failed while it was loaded: {type(error).__name__}: {error}"
+            f"backend={name!r} failed while it was loaded: {type(cause).__name__}: {cause}"
             f" ({at.filename}:{at.lineno})"
         ) from error
     if backend.name != name:  # a subclass of ours, say, that kept its parent's name
