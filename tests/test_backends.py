@@ -113,7 +113,7 @@ def test_module_and_attribute(attribute, kind, strangers, monkeypatch):
         ),
         (
             "triton2",
-            "backend='triton2', but must be one of reference, eager, triton, sgl, or module:callable",
+            "backend='triton2', but must be one of reference, eager, triton, sgl",
         ),
     ],
 )
