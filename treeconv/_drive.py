@@ -56,12 +56,15 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
     Raises:
         Violation: it raised, or returned something of another shape: no decision to judge.
     """
+    more: dict[str, Any] = {} if tensors.filters is None else {"filters": tensors.filters}
     try:
         if kind == "probs":
-            output = backend.verify_probs(tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap)
+            output = backend.verify_probs(
+                tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap, **more
+            )
         else:
             output = backend.verify(
-                tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap
+                tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap, **more
             )
         size, slots = tensors.batch.candidates.shape
         shapes = {
@@ -93,7 +96,7 @@ def judge_all(
 ) -> int:
     """The same request under every coin vector, as one batch (several over a large vocabulary), judged."""
     subject = case.requests[request]
-    rows = target_rows(subject, case.kind)
+    rows = target_rows(subject, case.kind, case.filter_order)
     cap = case.effective_depth_cap
     at_once = max(1, _MAX_ELEMENTS // (case.slots * case.vocab_size))
     for start in range(0, len(coins), at_once):
@@ -125,7 +128,7 @@ def measure(
     Raises:
         Violation: an output that contradicts itself.
     """
-    rows = target_rows(request, case.kind)
+    rows = target_rows(request, case.kind, case.filter_order)
     vectors: list[CoinVector] = []
     volumes = []
     for cell in oracle.outcome_cells(request.tree, rows, case.effective_depth_cap):

@@ -189,7 +189,7 @@ def replay_trace(
 
     def check(case: VerifyCase, backend: Backend, device: str) -> int:
         subject = case.requests[0]
-        rows = target_rows(subject, case.kind)
+        rows = target_rows(subject, case.kind, case.filter_order)
         cap = case.effective_depth_cap
         own = (subject.accept.tolist(), subject.final)
         sweep = oracle.sweep_coins(subject.tree, rows, cap, max_final=4)

@@ -20,6 +20,8 @@ from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from treeconv.filters import Filters
+
 __all__ = ["EagerBackend"]
 
 _BLOCK = 512  # elements of a blocked sum: short enough to be accurate, long enough to be fast
@@ -29,11 +31,12 @@ _TINIEST = 2.0**-149  # the smallest positive float32
 class EagerBackend:
     """Torch operations, level by level.
 
-    Extra memory: one float32 row per request still walking, and one as given where several walk.
+    Extra memory: one float32 row per request still walking, and one as given where several walk; for a
+    filtered request its sorted row besides.
     """
 
     name = "eager"
-    traits = BackendTraits()
+    traits = BackendTraits(takes_filters=True)
 
     def verify(
         self,
@@ -42,15 +45,21 @@ class EagerBackend:
         temperature: torch.Tensor,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None = None,
     ) -> VerifyOutput:
-        """Softmax each visited row at its request's temperature, then walk."""
-        return _LazyWalk(batch, logits, temperature.tolist(), coins, depth_cap).run()
+        """Softmax each visited row at its request's temperature, filter it, then walk."""
+        return _LazyWalk(batch, logits, temperature.tolist(), coins, depth_cap, filters).run()
 
     def verify_probs(
-        self, batch: VerifyInput, target_probs: torch.Tensor, coins: Coins, depth_cap: int
+        self,
+        batch: VerifyInput,
+        target_probs: torch.Tensor,
+        coins: Coins,
+        depth_cap: int,
+        filters: Filters | None = None,
     ) -> VerifyOutput:
-        """Walk on the probabilities as they are."""
-        return _LazyWalk(batch, target_probs, None, coins, depth_cap).run()
+        """Walk on the probabilities as they are, or filtered."""
+        return _LazyWalk(batch, target_probs, None, coins, depth_cap, filters).run()
 
 
 class _LazyWalk:
@@ -63,8 +72,13 @@ class _LazyWalk:
         temperatures: list[float] | None,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None,
     ) -> None:
         self._rows = rows
+        self._filters = filters
+        self._is_filtered = (
+            [cuts.are_on(rows.shape[2]) for cuts in filters.cuts()] if filters else [False] * rows.shape[0]
+        )
         self._temperatures = temperatures
         self._depth_cap = depth_cap
         self._tokens = batch.candidates.tolist()
@@ -178,7 +192,43 @@ class _LazyWalk:
             # A tensor, not a number: CUDA would multiply by the number's reciprocal, which may be inf.
             divisor = torch.tensor(scales, device=rows.device)[:, None]
             values.sub_(peaks[:, None]).div_(divisor).exp2_()
+        filtered = [lane for lane, request in enumerate(requests) if self._is_filtered[request]]
+        if filtered:
+            places = torch.tensor([usable[lane] for lane in filtered], device=rows.device)
+            lanes = torch.tensor(filtered, device=rows.device)
+            keep = self._kept(rows[places], values[lanes], [requests[lane] for lane in filtered])
+            values[lanes] *= keep
         return requests, padded
+
+    def _kept(self, rows: torch.Tensor, weights: torch.Tensor, requests: list[int]) -> torch.Tensor:
+        """Which tokens top-k, top-p and min-p keep, ``[A, V]`` bool; each cut keeps a prefix of the order.
+
+        Args:
+            rows: ``[A, V]`` as given. They order the tokens: exactly, where equal weights may have rounded
+                apart (torch takes another exponential at a row's end) or different ones together.
+
+            weights: ``[A, V]`` float32 masses up to a factor.
+
+            requests: whose filters apply.
+        """
+        assert self._filters is not None
+        which = torch.tensor(requests, device=rows.device)
+        top_k = self._filters.top_k[which][:, None]
+        top_p, min_p = (x[which][:, None].double() for x in (self._filters.top_p, self._filters.min_p))
+        # Adding 0 makes -0.0 a 0.0: a radix sort would tell them apart. Stable: the lowest id comes first.
+        order = (rows.float() + 0.0).sort(dim=1, descending=True, stable=True).indices
+        # float64 sums: exact on dyadic masses, and no drift over a large vocabulary.
+        falling = weights.gather(1, order).double()
+        places = torch.arange(order.shape[1], device=rows.device)[None]
+        is_top = places < top_k
+        sums = falling.cumsum(dim=1)
+        last = (top_k - 1).clamp(max=order.shape[1] - 1) if self._filters.order == "sequential" else None
+        totals = sums.gather(1, last) if last is not None else sums[:, -1:]
+        before = torch.cat([torch.zeros_like(totals), sums[:, :-1]], dim=1)
+        is_top &= (before < top_p * totals) | (top_p >= 1)
+        # A count, not a mask: weights that rounded apart must not tear a tie.
+        count = torch.minimum(is_top.sum(dim=1), (falling >= min_p * falling[:, :1]).sum(dim=1))
+        return torch.zeros_like(is_top).scatter_(1, order, places < count[:, None])
 
     def _step_sampled(self, requests: list[int]) -> list[int]:
         """One level at temperatures > 0, or on probabilities. Returns the requests still walking."""
@@ -192,8 +242,13 @@ class _LazyWalk:
         if lanes:
             index = (torch.tensor(lanes, device=weights.device), torch.tensor(tokens, device=weights.device))
             values = weights[index]
-            if self._temperatures is not None:
+            is_divided = [
+                self._temperatures is not None or self._is_filtered[request] for request in requests
+            ]
+            if any(is_divided):
                 totals = weights.view(len(requests), -1, _BLOCK).sum(dim=2).sum(dim=1)
+                if not all(is_divided):  # probabilities that no filter touched are compared as they are
+                    totals[~torch.tensor(is_divided, device=totals.device)] = 1.0
                 values = values / totals[index[0]]
             masses = values.tolist()
         walking, stopping = [], []
