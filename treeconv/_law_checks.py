@@ -51,7 +51,7 @@ def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:
     for index, request in enumerate(case.requests):
         rows = target_rows(request, case.kind, case.filter_order)
         coins = oracle.sweep_coins(request.tree, rows, case.effective_depth_cap)
-        judged += judge_all(case, backend, device, coins, index)
+        judged += judge_all(case, backend, device, coins, index, rows)
     return judged
 
 

@@ -287,11 +287,11 @@ def from_tree_mask(
         size = int(rows[:, 0].sum())  # only real nodes see the root
         parents = []
         for node in range(size):
-            ancestors = np.flatnonzero(rows[node][:node])
-            parents.append(int(ancestors[-1]) if node else -1)
-            want = rows[parents[-1]].copy() if node else np.zeros(num_slots, bool)
+            ancestors = np.flatnonzero(rows[node][:node]).tolist()
+            parents.append(ancestors[-1] if ancestors else -1)
+            want = rows[parents[-1]].copy() if ancestors else np.zeros(num_slots, bool)
             want[node] = True
-            if not np.array_equal(rows[node], want):
+            if (node and not ancestors) or not np.array_equal(rows[node], want):
                 raise InvalidTree(
                     f"request {request}, node {node}: its mask row {rows[node].astype(int).tolist()} is not"
                     f" the row of an earlier node plus itself, so it is no row of a tree mask"

@@ -235,7 +235,7 @@ def _failure_text(error: Exception) -> str | None:
 
     if "treeconv.laws" not in sys.modules and "treeconv.tree_laws" not in sys.modules:
         return None  # no law was run, and treeconv.suite is slow to import
-    from treeconv.suite import broken_law, failure_text, save_failure  # noqa: PLC0415
+    from treeconv.suite import broken_law, failure_text  # noqa: PLC0415
 
     broken = broken_law(error)
-    return None if broken is None else failure_text(broken, save_failure(broken))
+    return None if broken is None else failure_text(broken)

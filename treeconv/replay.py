@@ -1,4 +1,4 @@
-"""Judge what is stored: a corpus entry by its law, a recorded trace at its own coins and beside boundaries."""
+"""Judge what is stored: a corpus entry by its law, a recorded trace beside its exact boundaries."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def law_of(entry: CorpusEntry) -> Law | TreeLaw:
     Raises:
         CorpusError: there is no law of that name.
     """
-    for law in (*TREE_LAWS, *BACKEND_LAWS):
+    laws: list[Law | TreeLaw] = [*TREE_LAWS, *BACKEND_LAWS]
+    for law in laws:
         if law.name == entry.law:
             return law
-    known = ", ".join(law.name for law in (*TREE_LAWS, *BACKEND_LAWS))
-    raise CorpusError(f"{entry.path}: law={entry.law!r}, but must be one of {known}")
+    raise CorpusError(
+        f"{entry.path}: law={entry.law!r}, but must be one of {', '.join(law.name for law in laws)}"
+    )
 
 
 def why_not_judged(entry: CorpusEntry, backend: Backend | None) -> str | None:
@@ -105,14 +107,19 @@ def _replay(entry: CorpusEntry, backend: Backend | None, device: str) -> int:
 def _replay_layout(entry: CorpusEntry, case: EagleCase) -> int:
     trees = from_eagle(case.draft())
     batch = to_verify_input(trees, prefix_lens=case.prefix_lens)
-    for name in _LAYOUT:
-        got, want = getattr(batch, name).tolist(), [list(row) for row in getattr(case, name)]
+    pairs: dict[str, tuple[Any, Any]] = {
+        name: (getattr(batch, name).tolist(), [list(row) for row in getattr(case, name)]) for name in _LAYOUT
+    }
+    pairs["the trees and back"] = (to_draft_trees(batch), trees)
+    for name, (got, want) in pairs.items():
         if got != want:
-            text = f"law broken: {entry.law}\n  case:     {entry.note}\n  got:      {name} {got}\n  want:     {want}"
-            raise LawBroken(text, law=entry.law, path=entry.path)
-    if to_draft_trees(batch) != trees:
-        text = f"law broken: {entry.law}\n  case:     {entry.note}\n  got:      {to_draft_trees(batch)}\n  want:     {trees}"
-        raise LawBroken(text, law=entry.law, path=entry.path)
+            lines = [
+                f"law broken: {entry.law}",
+                f"  meaning:  {entry.note}, as published: {entry.source}",
+                f"  got:      {name} {got}",
+                f"  want:     {want}",
+            ]
+            raise LawBroken("\n".join(lines), law=entry.law)
     return len(trees)
 
 
@@ -133,7 +140,7 @@ def _replay_expected(
             f"law broken: {law.name}",
             f"  meaning:  {entry.note}, as published: {entry.source}",
             f"  backend:  {backend.name}",
-            f"  case:     request {request} of {len(trees.requests)}, vocabulary {trees.vocab_size}, {case.kind}",
+            f"  case:     request {request} of {len(trees.requests)}, vocabulary {trees.vocab_size}",
             *("  " + line for line in trees.requests[request].tree.draw().splitlines()[:15]),
             f"  got:      {got}",
             f"  want:     {want}",
@@ -144,7 +151,7 @@ def _replay_expected(
     try:
         output = submit(tensors, case.kind, backend)
     except Violation as violation:
-        raise broken(violation.request, violation.got, violation.want) from None
+        raise broken(violation.request, str(violation.got), violation.want) from None
     slots = tensors.batch.num_draft_tokens
     got: dict[str, list[Any]] = {
         "tokens": output.tokens,
@@ -193,7 +200,8 @@ def replay_trace(
         cap = case.effective_depth_cap
         own = (subject.accept.tolist(), subject.final)
         sweep = oracle.sweep_coins(subject.tree, rows, cap, max_final=4)
-        return judge_all(case, backend, device, [own, *sweep[:: -(-len(sweep) // max_coins)]])
+        coins = [own, *sweep[:: -(-len(sweep) // max_coins)]]
+        return judge_all(case, backend, device, coins, rows=rows)
 
     base = next(law for law in BACKEND_LAWS if law.name == "critical-coins-logits")
     return replace(base, check=check).run(trace.case(temperature), backend, device)

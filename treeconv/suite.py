@@ -208,7 +208,11 @@ def broken_law(error: BaseException) -> LawBroken | None:
 
 
 def save_failure(error: LawBroken, directory: Path = FAILURES) -> Path | None:
-    """Store the shrunk case of a broken law for ``treeconv replay``; None where nothing can be stored."""
+    """Store the shrunk case of a broken law for ``treeconv replay``; None where nothing can be stored.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     if error.path is not None:  # it came from a file
         return Path(error.path)
     if error.case is None:
@@ -223,8 +227,12 @@ def save_failure(error: LawBroken, directory: Path = FAILURES) -> Path | None:
     return save_entry(directory, entry)
 
 
-def failure_text(error: LawBroken, path: Path | None) -> str:
-    """What a person reads: the failure, and the command that judges its case again."""
+def failure_text(error: LawBroken, directory: Path = FAILURES) -> str:
+    """What a person reads: the failure, and the command that judges its case, saved here, again."""
+    try:
+        path = save_failure(error, directory)
+    except OSError as refused:
+        return f"{error}\n  replay:   the case could not be saved: {refused}"
     if path is None:
         return str(error)
     backend = f" --backend {error.backend}" if error.backend else ""

@@ -1,0 +1,90 @@
+"""Every id of the known-faults list is tested here or waits with a reason; none is both, none is lost."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from test_walk_table import WALKS
+
+#: the ids of shared/known-faults.md, in its order
+_LIST = """
+B01 B02 B04 B05
+B06 B07 B08 B09 B10 B11 B12 B13 B14
+B15 B16 B17 B18 B19 B20 B21 B22 B23
+B24 B25 B27 B28
+B29 B30 B31 B33 B34 B35
+B37 B38 B39 B40 B41
+B42 B43 B44 B45
+B48 B49 B50
+B52 B53 B54 B56 B57 B58 B59
+B60 B61 B62 B63
+B64 B65 B66 B67 B68 B70 B71 B72 B73
+B74 B75
+B76 B77 B78 B79 B81 B82 B83
+B84 B85 B86 B87
+X1 X2 X3 X4 X5 X6
+"""
+KNOWN = _LIST.split()
+
+CHAIN_RULE = "needs the rule that knows q (chain speculative sampling); the target-only rule never reads q"
+FILTERS = "needs top-k, top-p and min-p in the target law"
+STOPS = "needs stop tokens"
+GRAMMAR = "needs processor state (grammar masks, penalties) on nodes"
+
+#: id -> the stage it waits for
+WAITING = {
+    "B08": CHAIN_RULE,
+    "B09": CHAIN_RULE,
+    "B11": CHAIN_RULE,
+    "B12": CHAIN_RULE + "; and a reduced draft vocabulary (d2t)",
+    "B14": "needs recursive rejection sampling without replacement",
+    "B17": FILTERS + ", and filter_order",
+    "B18": FILTERS,
+    "B19": FILTERS,
+    "B20": FILTERS,
+    "B23": FILTERS + "; that inputs stay unmutated is the law purity",
+    "B24": CHAIN_RULE,
+    "B31": CHAIN_RULE + "; Gumbel noise likewise",
+    "B35": "needs ranks that share one coin",
+    "B37": "needs a builder over sharded vocabularies",
+    "B61": "needs CUDA-graph buffers",
+    "B63": "needs CUDA graphs",
+    "B65": CHAIN_RULE,
+    "B73": CHAIN_RULE + ", in its log form",
+    "B76": GRAMMAR,
+    "B77": GRAMMAR,
+    "B78": GRAMMAR,
+    "B79": GRAMMAR,
+    "B81": GRAMMAR,
+    "B82": GRAMMAR,
+    "B83": GRAMMAR,
+    "B84": STOPS,
+    "B85": STOPS,
+    "B86": STOPS + "; and grammar",
+    "B87": STOPS,
+    "X6": "acceptance thresholds below 1 are lossy on purpose; verify and verify_probs have no such option",
+}
+
+
+def covered_ids() -> set[str]:
+    """Ids in the walk table and in test names here (``test_b29_b30_...``)."""
+    ids = {word for case in WALKS for word in case.id.split() if re.fullmatch(r"[BX]\d+", word)}
+    for file in Path(__file__).parent.glob("test_*.py"):
+        for name in re.findall(r"^def test_((?:[bx]\d+_)+)", file.read_text(), re.MULTILINE):
+            ids |= {word.upper() for word in name.split("_") if word}
+    return ids
+
+
+@pytest.mark.parametrize("fault", KNOWN)
+def test_is_tested_or_waits(fault):
+    assert (fault in covered_ids()) != (fault in WAITING)
+
+
+def test_no_id_is_unknown():
+    assert set() == (covered_ids() | set(WAITING)) - set(KNOWN)
+
+
+def test_no_id_is_listed_twice():
+    assert len(KNOWN) == len(set(KNOWN))
