@@ -252,6 +252,8 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
         "accept coins": tensors.coins.accept,
         "final coins": tensors.coins.final,
     }
+    if tensors.filters is not None:
+        named |= {name: getattr(tensors.filters, name) for name in ("top_k", "top_p", "min_p")}
     before = {name: bytes_of(tensor) for name, tensor in named.items()}
 
     trees = [request.tree for request in case.requests]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from treeconv.case import Request, VerifyCase
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
+from treeconv.filters import FILTER_ORDERS
 from treeconv.tree import DraftTree, VerifyInput
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "coins",
     "draft_trees",
     "dyadic_rows",
+    "filters_for",
     "target_logits",
     "temperatures",
     "tree_batches",
@@ -233,6 +235,57 @@ def _spread_coins(draw: DrawFn, count: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).random(count, dtype=np.float32)
 
 
+def _edges(values: NDArray[np.float64], step: float | None) -> list[float]:
+    """Float32 values at and beside these, within [0, 1]; multiples of ``step`` where one is given."""
+    found: set[float] = set()
+    for value in values.tolist():
+        at = round(value / step) * step if step else float(np.float32(value))
+        apart = step or float(np.spacing(np.float32(at))) * 64  # beyond what a law's own rounding blurs
+        found |= {at, at - apart, at + apart}
+    return sorted(edge for edge in found if 0 <= edge <= 1)
+
+
+@st.composite
+def filters_for(draw: DrawFn, rows: NDArray[np.float32], temperature: float | None = None) -> dict[str, Any]:
+    """``top_k``, ``top_p`` and ``min_p`` of a request with these rows, as arguments of :class:`Request`.
+
+    Each is off, at an extreme, or made for one of the rows: so that a cut falls between ties, exactly on a
+    running sum of that row's law, or on one token's share of the largest mass, and just beside those.
+
+    * ``temperature``: of rows of logits; None where they are probabilities. Then top-p is a multiple of
+      2**-24, so that 1 - top_p is exact too: comparing with either is right.
+
+    Shrinks towards no filters at all.
+    """
+    which = draw(st.sampled_from(["", "k", "p", "m", "kp", "km", "pm", "kpm"]), label="filters")
+    node = draw(st.integers(0, len(rows) - 1), label="filters made for node") if which else 0
+    row = rows[node].astype(np.float64)
+    if temperature is not None:
+        with np.errstate(over="ignore", under="ignore"):
+            row = np.exp((row - row.max()) / (temperature or 1.0))
+    law = np.sort(row)[::-1] / row.sum()
+    filters: dict[str, Any] = {}
+    vocab = law.size
+    top_k = None
+    if "k" in which:
+        usual = [1, 2, max(1, vocab - 1), vocab, vocab + 1, max(1, int((law > 0).sum())), 2**30]
+        top_k = draw(st.one_of(st.sampled_from(usual), st.integers(1, vocab)), label="top_k")
+        filters["top_k"] = top_k
+    step = 2.0**-24 if temperature is None else None
+    if "p" in which:
+        cut = law[: top_k or vocab][:64]
+        # Boundaries of both orders, whichever the case takes.
+        sums = np.concatenate([np.cumsum(cut), np.cumsum(cut) / law[: top_k or vocab].sum()])
+        edges = [edge for edge in _edges(sums, step) if edge > 0]
+        usual_p = [1.0, 0.5, 2.0**-24, round(0.9 * 2**24) / 2**24, 1 - 2.0**-24]
+        filters["top_p"] = draw(st.one_of(st.sampled_from(edges), st.sampled_from(usual_p)), label="top_p")
+    if "m" in which:
+        shares = _edges(law[:64] / law[0], None)
+        usual_m = [1.0, 0.0, 0.5, 0.25, 0.1, 2.0**-24]
+        filters["min_p"] = draw(st.one_of(st.sampled_from(shares), st.sampled_from(usual_m)), label="min_p")
+    return filters
+
+
 @st.composite
 def verify_cases(
     draw: DrawFn,
@@ -245,6 +298,7 @@ def verify_cases(
     max_bits: int = 12,
     shapes: Sequence[str] = tuple(_SHAPES),
     allow_depth_cap: bool = True,
+    allow_filters: bool = False,
     rows_dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
 ) -> VerifyCase:
     """Whole verification calls: trees, rows, temperatures and coins.
@@ -254,8 +308,9 @@ def verify_cases(
     * ``max_nodes``, ``max_vocab``: sizes; the vocabulary is often no multiple of 4.
     * ``max_bits``: dyadic masses are multiples of ``2**-max_bits``.
     * ``allow_depth_cap``: whether some calls cap the accepted path below the tree's depth.
+    * ``allow_filters``: whether most requests carry top-k, top-p or min-p, in one of the two orders.
 
-    Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5.
+    Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5, no filters.
     """
     _check_bounds("requests", min_requests, max_requests, 1)
     vocab = draw(st.integers(1, max_vocab), label="vocab")
@@ -270,11 +325,14 @@ def verify_cases(
         else:
             rows = draw(dyadic_rows(len(tree), vocab, max_bits=max_bits))
             temperature = 1.0
-        requests.append(Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins())))
+        filters = draw(filters_for(rows, temperature if kind == "logits" else None)) if allow_filters else {}
+        request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
+        requests.append(request)
     cap = None
     if allow_depth_cap and draw(st.integers(0, 3), label="cap?") == 3:
         cap = draw(st.integers(1, 1 + max(request.tree.depth for request in requests)), label="depth cap")
-    return VerifyCase(requests=tuple(requests), kind=kind, depth_cap=cap, rows_dtype=dtype)  # type: ignore[arg-type]
+    order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else FILTER_ORDERS[0]
+    return VerifyCase(tuple(requests), kind, None, cap, dtype, order)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -296,7 +354,7 @@ def _bad_row_cases(draw: DrawFn) -> VerifyCase:
 
 
 @st.composite
-def _wide_cases(draw: DrawFn) -> VerifyCase:
+def _wide_cases(draw: DrawFn, *, allow_filters: bool = False) -> VerifyCase:
     """Trees of up to 70 nodes (siblings beyond a warp) over vocabularies beyond any block size.
 
     The rows come from one drawn seed: thousands of drawn numbers would be slow, and shrink no better.
@@ -309,14 +367,18 @@ def _wide_cases(draw: DrawFn) -> VerifyCase:
     for node in range(1, len(tree)):  # drafts are likely tokens, so that walks go deep
         rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
     temperature = draw(temperatures(), label="temperature")
-    request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()))
-    return VerifyCase(requests=(request,))
+    filters = draw(filters_for(rows, temperature)) if allow_filters else {}
+    order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else FILTER_ORDERS[0]
+    request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
+    return VerifyCase(requests=(request,), filter_order=order)
 
 
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
-    * ``kind``: logits, dyadic, dyadic_small, zero_mass, chains, batches, bad_rows or wide.
+    * ``kind``: logits, dyadic, dyadic_small, zero_mass, chains, batches, bad_rows, wide; with top-k, top-p
+      and min-p: filtered (dyadic), filtered_small (one request), filtered_logits, filtered_batches,
+      filtered_wide.
     """
     strategies: dict[str, Any] = {
         "logits": lambda: verify_cases(max_requests=2),
@@ -327,6 +389,13 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
         "bad_rows": _bad_row_cases,
         "wide": _wide_cases,
+        "filtered": lambda: verify_cases(kind="probs", max_requests=3, max_nodes=6, allow_filters=True),
+        "filtered_small": lambda: verify_cases(kind="probs", max_nodes=6, max_vocab=6, allow_filters=True),
+        "filtered_logits": lambda: verify_cases(max_requests=2, max_nodes=6, allow_filters=True),
+        "filtered_batches": lambda: verify_cases(
+            min_requests=2, max_requests=4, max_nodes=6, allow_filters=True
+        ),
+        "filtered_wide": lambda: _wide_cases(allow_filters=True),
     }
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")
