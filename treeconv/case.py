@@ -169,6 +169,11 @@ class VerifyCase:
         """Whether any request has a filter on: then only a backend that takes filters can be asked."""
         return any(request.cuts().are_on(self.vocab_size) for request in self.requests)
 
+    @property
+    def has_filter_settings(self) -> bool:
+        """Whether any filter setting is not its default, on or not: what storing the case must keep."""
+        return self.filter_order != "sequential" or any(request.cuts() != Cuts() for request in self.requests)
+
     def replace_requests(self, requests: Sequence[Request]) -> VerifyCase:
         """The same call on other requests; N and the depth cap stay what they were."""
         return replace(

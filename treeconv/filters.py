@@ -69,7 +69,7 @@ class Cuts:
                 raise InvalidArgument(f"{name}={value!r}, but must be a number in {low}0, 1]") from None
             if not 0 <= single <= 1 or not 0 <= value <= 1 or (single == 0 and low == "("):
                 raise InvalidArgument(f"{name}={value!r}, but must be in {low}0, 1] as a float32")
-            object.__setattr__(self, name, single)
+            object.__setattr__(self, name, single + 0.0)  # -0.0 is 0.0
         if k is not None:
             object.__setattr__(self, "top_k", int(k))
         if self.order not in FILTER_ORDERS:
