@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from treeconv import _law_checks as plain
-from treeconv._drive import as_probs, measure
-from treeconv.judge import Violation, target_rows
+from treeconv import oracle
+from treeconv._drive import as_probs, decide, measure
+from treeconv.filters import FILTER_ORDERS
+from treeconv.judge import Violation, judge, target_rows
 from treeconv.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -18,10 +22,68 @@ if TYPE_CHECKING:
     from treeconv.oracle import TargetRows
 
 
+_MAX_SETTINGS = 24  # filters of one row that are tried, in each order
+
+
 def filters(case: VerifyCase, backend: Backend, device: str) -> int:
     """The whole case at its coins and at spread ones, then every boundary of every request's filtered law."""
     judged = plain.oracle_agreement(case, backend, device)
     return judged + plain.critical_coins(case, backend, device)
+
+
+def _settings(row: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
+    """Filters at every place where a cut of this row flips, beside those, and where the two orders part.
+
+    Top-p is always a multiple of 2**-24: then 1 - top_p is one too, and comparing with either is right.
+    """
+    law = np.sort(row[row > 0].astype(np.float64))[::-1]
+    law /= law.sum()
+    sums = np.concatenate([[0.0], np.cumsum(law)])
+    step = 2.0**-24
+
+    def beside(value: float) -> list[float]:
+        at = round(value / step)
+        return [p * step for p in (at - 1, at, at + 1) if 0 < p <= 2**24]
+
+    found: list[dict[str, Any]] = []
+    for k in range(1, law.size + 1):
+        share = np.float32(law[k - 1] / law[0])
+        shares = {float(np.nextafter(share, np.float32(0))), float(share)}
+        shares |= {float(np.nextafter(share, np.float32(1)))}
+        found += [{"top_k": k}, {"top_k": k, "min_p": float(share)}, *({"min_p": m} for m in sorted(shares))]
+        found += [{"top_p": p} for p in beside(sums[k])]
+        for kept in range(1, k):  # between the boundary of the joint order and that of the sequential one
+            between = round(sums[kept] * (1 + 1 / sums[k]) / 2 / step) * step
+            for p in {between, *beside(sums[kept]), *beside(sums[kept] / sums[k])}:
+                found += [{"top_k": k, "top_p": p}, {"min_p": float(share), "top_p": p}]
+    return found
+
+
+def critical_cuts(case: VerifyCase, backend: Backend, device: str) -> int:
+    """One row under many filters in one batch, in both orders, each at every boundary of the law it leaves."""
+    subject = case.requests[0]
+    settings = _settings(subject.rows[0])
+    stride = -(-len(settings) // _MAX_SETTINGS)
+    settings = settings[int(subject.final * stride) % stride :: stride]
+    judged = 0
+    for order in FILTER_ORDERS:
+        requests, views = [], []
+        for setting in settings:
+            filtered = replace(subject, **setting)
+            rows = target_rows(filtered, case.kind, order)
+            for accept, final in oracle.sweep_coins(subject.tree, rows):
+                requests.append(filtered.with_coins(accept, final))
+                views.append(rows)
+        many = replace(case.replace_requests(requests), filter_order=order)
+        for place, observed in enumerate(decide(many, backend, device)):
+            request = requests[place]
+            coins = request.accept.tolist(), request.final
+            wrong = judge(subject.tree, views[place], *coins, many.effective_depth_cap, observed)
+            if wrong:
+                alone = many.replace_requests([request])
+                raise Violation(0, observed, *wrong, coins=(tuple(coins[0]), coins[1]), case=alone)
+        judged += len(requests)
+    return judged
 
 
 def _has_one_law(rows: TargetRows, size: int) -> bool:

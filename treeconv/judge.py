@@ -57,6 +57,10 @@ class Violation(Exception):
         want: what the oracle does.
 
         why: the deciding number: boundary, coin and their distance.
+
+        coins: what was tossed, where not the request's own.
+
+        case: what was judged, where it is not the law's case itself but one made of it.
     """
 
     request: int
@@ -64,6 +68,7 @@ class Violation(Exception):
     want: str
     why: str = ""
     coins: tuple[tuple[float, ...], float] | None = field(default=None)
+    case: VerifyCase | None = None
 
 
 def target_rows(request: Request, kind: str, filter_order: FilterOrder = "sequential") -> TargetRows:
@@ -249,6 +254,7 @@ def explain(
     violation: Violation,
 ) -> LawBroken:
     """The failure a person reads: law, picture of the tree with its laws and coins, got, want, distance."""
+    case = violation.case or case
     request: Any = case.requests[violation.request]
     accept, final = violation.coins or (tuple(request.accept.tolist()), request.final)
     rows = target_rows(request, case.kind, case.filter_order)

@@ -60,8 +60,15 @@ class Law:
             raise error from None
 
 
-_DYADIC = ("dyadic", "dyadic_small", "zero_mass", "filtered", "filtered_small")
-_FILTERED = ("filtered", "filtered_small", "filtered_logits", "filtered_batches", "filtered_wide")
+_DYADIC = ("dyadic", "dyadic_small", "zero_mass", "filtered", "filtered_roots", "filtered_small")
+_FILTERED = (
+    "filtered",
+    "filtered_roots",
+    "filtered_small",
+    "filtered_logits",
+    "filtered_batches",
+    "filtered_wide",
+)
 
 
 def why_not(law: Law, backend: Backend) -> str | None:
@@ -167,6 +174,12 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "a visited row of NaN, +inf or only -inf is reported for its own request, and only there",
         check.bad_rows,
         "bad_rows",
+    ),
+    Law(
+        "critical-cuts",
+        "where a filter's cut flips, and just beside, exactly the right tokens are kept, in both orders",
+        filter_check.critical_cuts,
+        "filtered_roots",
     ),
     Law(
         "filters",

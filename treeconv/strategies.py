@@ -189,8 +189,12 @@ def target_logits(
 
 
 @st.composite
-def dyadic_rows(draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int = 12) -> NDArray[np.float32]:
+def dyadic_rows(
+    draw: DrawFn, num_nodes: int, vocab_size: int, *, min_bits: int = 1, max_bits: int = 12
+) -> NDArray[np.float32]:
     """``[num_nodes, vocab_size]`` probability rows whose masses are multiples of ``2**-max_bits``.
+
+    * ``min_bits``, ``max_bits``: a row's masses are multiples of one power of two between these.
 
     Every float32 sum of them is exact, so a sampler's decision at a boundary and at its float neighbours
     is known exactly. Small denominators are common, and with them zero masses and ties.
@@ -199,7 +203,9 @@ def dyadic_rows(draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int 
     """
     rows = np.zeros((num_nodes, vocab_size), np.float32)
     for node in range(num_nodes):
-        bits = draw(st.sampled_from([b for b in (1, 2, 4, max_bits) if b <= max_bits]), label="bits")
+        bits = draw(
+            st.sampled_from([b for b in (1, 2, 4, max_bits) if min_bits <= b <= max_bits]), label="bits"
+        )
         whole = 1 << bits
         cuts = sorted(draw(st.lists(st.integers(0, whole), min_size=vocab_size - 1, max_size=vocab_size - 1)))
         # Measured from the top, so that zeros (the simplest cuts) leave all mass on token 0.
@@ -257,32 +263,42 @@ def filters_for(draw: DrawFn, rows: NDArray[np.float32], temperature: float | No
 
     Shrinks towards no filters at all.
     """
-    which = draw(st.sampled_from(["", "k", "p", "m", "kp", "km", "pm", "kpm"]), label="filters")
-    node = draw(st.integers(0, len(rows) - 1), label="filters made for node") if which else 0
+    kinds = ["", "k", "p", "m", "kp", "kp", "km", "pm", "kpm"]
+    which = draw(st.sampled_from(kinds), label="filters")
+    if not which:
+        return {}
+    # The root is always visited; other nodes are not.
+    node = draw(st.one_of(st.just(0), st.integers(0, len(rows) - 1)), label="filters made for node")
     row = rows[node].astype(np.float64)
     if temperature is not None:
         with np.errstate(over="ignore", under="ignore"):
             row = np.exp((row - row.max()) / (temperature or 1.0))
     law = np.sort(row)[::-1] / row.sum()
     filters: dict[str, Any] = {}
-    vocab = law.size
-    top_k = None
+    left = law  # what the filters other than top-p leave
     if "k" in which:
-        usual = [1, 2, max(1, vocab - 1), vocab, vocab + 1, max(1, int((law > 0).sum())), 2**30]
-        top_k = draw(st.one_of(st.sampled_from(usual), st.integers(1, vocab)), label="top_k")
-        filters["top_k"] = top_k
-    step = 2.0**-24 if temperature is None else None
-    if "p" in which:
-        cut = law[: top_k or vocab][:64]
-        # Boundaries of both orders, whichever the case takes.
-        sums = np.concatenate([np.cumsum(cut), np.cumsum(cut) / law[: top_k or vocab].sum()])
-        edges = [edge for edge in _edges(sums, step) if edge > 0]
-        usual_p = [1.0, 0.5, 2.0**-24, round(0.9 * 2**24) / 2**24, 1 - 2.0**-24]
-        filters["top_p"] = draw(st.one_of(st.sampled_from(edges), st.sampled_from(usual_p)), label="top_p")
+        support = int((law > 0).sum())
+        inside_k = st.integers(min(2, support), max(1, support - 1)) if support > 2 else st.just(1)
+        extremes_k = st.sampled_from([1, max(1, law.size - 1), law.size, law.size + 1, support, 2**30])
+        filters["top_k"] = draw(st.one_of(inside_k, inside_k, extremes_k), label="top_k")
+        left = left[: filters["top_k"]]
     if "m" in which:
-        shares = _edges(law[:64] / law[0], None)
-        usual_m = [1.0, 0.0, 0.5, 0.25, 0.1, 2.0**-24]
-        filters["min_p"] = draw(st.one_of(st.sampled_from(shares), st.sampled_from(usual_m)), label="min_p")
+        inside_m = st.sampled_from(_edges(law[:64][law[:64] > 0] / law[0], None))
+        extremes_m = st.sampled_from([1.0, 0.0, 0.5, 0.25, 0.1, 2.0**-24])
+        filters["min_p"] = draw(st.one_of(inside_m, inside_m, extremes_m), label="min_p")
+        left = left[left >= filters["min_p"] * law[0]]
+    if "p" in which:
+        step = 2.0**-24 if temperature is None else None
+        sums, total = np.cumsum(left[:64]), left.sum()
+        # At and beside a boundary as the joint order sees it, as the sequential one does, and between the two.
+        places = [
+            _edges(sums, step),
+            _edges(sums / total, step),
+            _edges(sums[:-1] * (1 + 1 / total) / 2, step),
+        ]
+        inside_p = [st.sampled_from([p for p in edges if p > 0]) for edges in places if any(edges)]
+        extremes_p = st.sampled_from([1.0, 0.5, 2.0**-24, round(0.9 * 2**24) / 2**24, 1 - 2.0**-24])
+        filters["top_p"] = draw(st.one_of(*inside_p, inside_p[-1], extremes_p), label="top_p")
     return filters
 
 
@@ -294,6 +310,7 @@ def verify_cases(
     min_requests: int = 1,
     max_requests: int = 1,
     max_nodes: int = 8,
+    min_vocab: int = 1,
     max_vocab: int = 9,
     max_bits: int = 12,
     shapes: Sequence[str] = tuple(_SHAPES),
@@ -305,7 +322,7 @@ def verify_cases(
 
     * ``kind``: "logits" (with temperatures, in several dtypes) or "probs" (dyadic laws).
     * ``min_requests``, ``max_requests``: trees in the batch, each with its own temperature.
-    * ``max_nodes``, ``max_vocab``: sizes; the vocabulary is often no multiple of 4.
+    * ``max_nodes``, ``min_vocab``, ``max_vocab``: sizes; the vocabulary is often no multiple of 4.
     * ``max_bits``: dyadic masses are multiples of ``2**-max_bits``.
     * ``allow_depth_cap``: whether some calls cap the accepted path below the tree's depth.
     * ``allow_filters``: whether most requests carry top-k, top-p or min-p, in one of the two orders.
@@ -313,7 +330,8 @@ def verify_cases(
     Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5, no filters.
     """
     _check_bounds("requests", min_requests, max_requests, 1)
-    vocab = draw(st.integers(1, max_vocab), label="vocab")
+    _check_bounds("vocab", min_vocab, max_vocab, 1)
+    vocab = draw(st.integers(min_vocab, max_vocab), label="vocab")
     count = draw(st.integers(min_requests, max_requests), label="requests")
     dtype = draw(st.sampled_from(list(rows_dtypes)), label="dtype") if kind == "logits" else "float32"
     requests = []
@@ -323,7 +341,8 @@ def verify_cases(
             rows = draw(target_logits(len(tree), vocab, dtype=dtype))
             temperature = draw(temperatures())
         else:
-            rows = draw(dyadic_rows(len(tree), vocab, max_bits=max_bits))
+            min_bits = min(2, max_bits) if allow_filters else 1  # a filter wants something to cut
+            rows = draw(dyadic_rows(len(tree), vocab, min_bits=min_bits, max_bits=max_bits))
             temperature = 1.0
         filters = draw(filters_for(rows, temperature if kind == "logits" else None)) if allow_filters else {}
         request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
@@ -377,9 +396,10 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
     * ``kind``: logits, dyadic, dyadic_small, zero_mass, chains, batches, bad_rows, wide; with top-k, top-p
-      and min-p: filtered (dyadic), filtered_small (one request), filtered_logits, filtered_batches,
-      filtered_wide.
+      and min-p: filtered (dyadic), filtered_roots and filtered_small (one request), filtered_logits,
+      filtered_batches, filtered_wide.
     """
+    filtered: dict[str, Any] = {"max_nodes": 5, "min_vocab": 2, "allow_filters": True}
     strategies: dict[str, Any] = {
         "logits": lambda: verify_cases(max_requests=2),
         "dyadic": lambda: verify_cases(kind="probs"),
@@ -389,12 +409,11 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
         "bad_rows": _bad_row_cases,
         "wide": _wide_cases,
-        "filtered": lambda: verify_cases(kind="probs", max_requests=3, max_nodes=6, allow_filters=True),
-        "filtered_small": lambda: verify_cases(kind="probs", max_nodes=6, max_vocab=6, allow_filters=True),
-        "filtered_logits": lambda: verify_cases(max_requests=2, max_nodes=6, allow_filters=True),
-        "filtered_batches": lambda: verify_cases(
-            min_requests=2, max_requests=4, max_nodes=6, allow_filters=True
-        ),
+        "filtered": lambda: verify_cases(kind="probs", max_requests=2, **filtered),
+        "filtered_roots": lambda: verify_cases(kind="probs", max_nodes=1, min_vocab=2, max_bits=4),
+        "filtered_small": lambda: verify_cases(kind="probs", **{**filtered, "max_nodes": 4, "max_vocab": 6}),
+        "filtered_logits": lambda: verify_cases(max_requests=2, **filtered),
+        "filtered_batches": lambda: verify_cases(min_requests=2, max_requests=4, **filtered),
         "filtered_wide": lambda: _wide_cases(allow_filters=True),
     }
     if kind not in strategies:

@@ -193,7 +193,7 @@ def fault(*laws):
     return register
 
 
-@fault("filters", "filters-logits", "filter-parity")
+@fault("filters", "filters-logits")
 class MinPForTheBonusOnly(FilterSampler):  # B18, vllm#42744
     def laws(self, request, row):
         cuts = self.filters[request]
@@ -211,13 +211,13 @@ class NoFiltersForChildren(FilterSampler):
         return self.softmax(request, row), super().laws(request, row)[1]
 
 
-@fault("filters", "filters-logits", "filters-wide", "filter-parity")
+@fault("critical-cuts", "filters", "filters-wide")
 class NoFiltersForTheBonus(FilterSampler):
     def laws(self, request, row):
         return super().laws(request, row)[0], self.softmax(request, row)
 
 
-@fault("filters", "filters-logits", "filter-parity")
+@fault("critical-cuts", "filters", "filters-logits")
 class CrossingTokenDropped(FilterSampler):  # B20, flashinfer#2202
     def by_p(self, falling, cuts):
         if cuts.top_p == 1:
@@ -226,7 +226,7 @@ class CrossingTokenDropped(FilterSampler):  # B20, flashinfer#2202
         return int((np.cumsum(falling, dtype=np.float64) <= cuts.top_p * total).sum())
 
 
-@fault("filters", "filter-parity")
+@fault("critical-cuts")
 class OneMoreWhereTheSumIsExact(FilterSampler):  # `before <= p`: what SGLang's torch sampler keeps
     def by_p(self, falling, cuts):
         if cuts.top_p == 1:
@@ -235,56 +235,56 @@ class OneMoreWhereTheSumIsExact(FilterSampler):  # `before <= p`: what SGLang's 
         return int((before <= cuts.top_p * self.measured(falling, cuts).sum(dtype=np.float64)).sum())
 
 
-@fault("filters", "filters-logits", "filter-parity")
+@fault("critical-cuts", "filters")
 class TiesAllKept(FilterSampler):  # B19, flashinfer PR#3774
     def by_k(self, falling, cuts):
         k = min(cuts.top_k or falling.size, falling.size)
         return int((falling >= falling[k - 1]).sum())
 
 
-@fault("filters", "filters-logits", "filter-parity")
+@fault("critical-cuts", "filters-logits")
 class HighestIdWinsTies(FilterSampler):
     def order(self, law):
         return np.lexsort((-np.arange(law.size), -law))
 
 
-@fault("filters", "filters-logits", "filter-parity")
+@fault("critical-cuts", "filter-parity")
 class OneTooFewAtTopK(FilterSampler):
     def by_k(self, falling, cuts):
         return falling.size if cuts.top_k is None else max(1, cuts.top_k - 1)
 
 
-@fault("filters", "filters-logits", "filter-parity")
+@fault("critical-cuts")
 class JointInsteadOfSequential(FilterSampler):  # B17; also: top-p before top-k
     def measured(self, falling, cuts):
         return super().measured(falling, Cuts(cuts.top_k, order="joint"))
 
 
-@fault("filters", "filters-logits", "filter-parity")
+@fault("critical-cuts")
 class SequentialInsteadOfJoint(FilterSampler):  # B17, sglang PR#36173
     def measured(self, falling, cuts):
         return falling[: self.by_k(falling, cuts)]
 
 
-@fault("filters", "filters-logits", "filter-parity")
+@fault("critical-cuts")
 class MinPBeforeTopP(FilterSampler):
     def measured(self, falling, cuts):
         return super().measured(falling, cuts)[: self.by_min(falling, cuts)]
 
 
-@fault("filters", "filter-parity")
+@fault("critical-cuts")
 class MinPIsStrict(FilterSampler):
     def by_min(self, falling, cuts):
         return int((falling > float(cuts.min_p) * float(falling[0])).sum())
 
 
-@fault("filters", "filters-logits", "filter-parity")
+@fault("critical-cuts", "filters-logits")
 class MinPOfOne(FilterSampler):  # a floor on the mass itself, not on its share of the largest
     def by_min(self, falling, cuts):
         return int((falling >= cuts.min_p * falling.sum()).sum())
 
 
-@fault("filters", "filters-logits", "filters-wide", "filter-parity")
+@fault("filters")
 class NotRenormalised(FilterSampler):
     def divided(self, law, kept):
         left = np.zeros_like(law)
@@ -319,7 +319,7 @@ class LogitsMaskedInPlace(FilterSampler):  # what masking with -inf in a server'
         return output
 
 
-@fault("filters", "filters-logits", "filters-batch")
+@fault("critical-cuts", "filters-batch")
 class FilterOfRequestZero(FilterSampler):
     def read(self, filters):
         return filters.cuts()[:1] * len(filters.top_k)
@@ -336,7 +336,7 @@ class FiltersBeforeTemperature(FilterSampler):
         return law, law
 
 
-@fault("filters-logits", "filters-wide")
+@fault("filters-logits")
 class FiltersIgnored(FilterSampler):
     def read(self, filters):
         return [Cuts()] * len(filters.top_k)
