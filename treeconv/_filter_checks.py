@@ -60,7 +60,7 @@ def _settings(row: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
 
 
 def critical_cuts(case: VerifyCase, backend: Backend, device: str) -> int:
-    """One row under many filters in one batch, in both orders, each at every boundary of the law it leaves."""
+    """One row under many filters in one batch, in both orders, each at every boundary of the law left."""
     subject = case.requests[0]
     settings = _settings(subject.rows[0])
     stride = -(-len(settings) // _MAX_SETTINGS)

@@ -290,7 +290,7 @@ def filters_for(draw: DrawFn, rows: NDArray[np.float32], temperature: float | No
     if "p" in which:
         step = 2.0**-24 if temperature is None else None
         sums, total = np.cumsum(left[:64]), left.sum()
-        # At and beside a boundary as the joint order sees it, as the sequential one does, and between the two.
+        # At and beside a boundary as the joint order sees it, as the sequential one does, and between.
         places = [
             _edges(sums, step),
             _edges(sums / total, step),

@@ -46,7 +46,9 @@ def test_the_failure_is_small_and_says_which_filters_were_on(fault, tmp_path):
 @pytest.mark.parametrize("law", FILTER_LAWS, ids=lambda law: law.name)
 @pytest.mark.parametrize("sampler", RIGHT, ids=lambda sampler: sampler.name)
 def test_right_filter_is_not_flagged(sampler, law):
-    outcome = check_law(law, sampler(), max_examples=40, seed=1)
+    # Pivot looks at every pair of tokens: slow over thousands.
+    examples = 4 if (sampler.name, law.name) == ("pivot", "filters-wide") else 40
+    outcome = check_law(law, sampler(), max_examples=examples, seed=1)
     assert not outcome.broken, str(outcome.broken)
     assert outcome.decisions
 
