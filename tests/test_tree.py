@@ -102,6 +102,15 @@ node 0: token 9
     assert TREE.draw({1: "coin .5"}) == want
 
 
+def test_drawing_a_part_counts_the_rest():
+    assert TREE.draw(keep={0, 2}).splitlines() == [
+        "node 0: token 9",
+        "├─ node 2: token 7",
+        "│  └─ ... 1 more",
+        "└─ ... 1 more",
+    ]
+
+
 def test_mask_modes_are_sglangs_numbers():
     assert [(mode.name, mode.value) for mode in TreeMaskMode] == [
         ("FULL_MASK", 0),

@@ -148,31 +148,33 @@ def chain(case: VerifyCase, backend: Backend, device: str) -> int:
     """A tree of width 1 is a linear DFlash block: token i + 1 is kept iff coin_i < p_i(token), in a row."""
     subject = case.requests[0]
     tokens = subject.tree.token_ids
-    linear = DraftTree.chain(tokens)
-    alone = case.replace_requests([replace(subject, tree=linear)])
-    alone = replace(alone, num_draft_tokens=None, depth_cap=None)
+    linear = replace(subject, tree=DraftTree.chain(tokens))
+    coins = [(subject.accept.tolist(), subject.final), *spread_coins(7, len(tokens))]
+    many = replace(case, requests=tuple(linear.with_coins(*coin) for coin in coins))
     rows = target_rows(subject, case.kind, case.filter_order)
-    observed = decide(alone, backend, device)[0]
-    kept, certain = 0, True
-    while kept + 1 < len(tokens):
-        ((lower, upper),) = rows[kept].accept_bounds([tokens[kept + 1]])
-        coin = float(subject.accept[kept])
-        certain &= not lower <= coin < upper
-        only = not rows[kept].bonus([tokens[kept + 1]]).may_have_mass
-        if not (coin < upper or only):
-            break
-        certain &= not rows[kept].residual_may_be_empty([tokens[kept + 1]]) or only
-        kept += 1
-    if certain and observed.path != tuple(range(kept + 1)):
-        want = f"the first {kept} draft tokens kept: path {' -> '.join(map(str, range(kept + 1)))}"
-        raise Violation(0, observed, want)
-    return 1
+    outcomes = decide(replace(many, num_draft_tokens=None, depth_cap=None), backend, device)
+    for (accept, final), observed in zip(coins, outcomes, strict=True):
+        kept, certain = 0, True
+        while kept + 1 < len(tokens):
+            ((lower, upper),) = rows[kept].accept_bounds([tokens[kept + 1]])
+            certain &= not lower <= accept[kept] < upper
+            only = not rows[kept].bonus([tokens[kept + 1]]).may_have_mass
+            if not (accept[kept] < upper or only):
+                break
+            certain &= not rows[kept].residual_may_be_empty([tokens[kept + 1]]) or only
+            kept += 1
+        if certain and observed.path != tuple(range(kept + 1)):
+            want = f"the first {kept} draft tokens kept: path {' -> '.join(map(str, range(kept + 1)))}"
+            raise Violation(0, observed, want, coins=(tuple(accept), final))
+    return len(coins)
 
 
 def more_children(case: VerifyCase, backend: Backend, device: str) -> int:
     """Append one leaf behind a node's children: under the same coins nothing accepted is lost."""
     subject = case.requests[0]
     tree = subject.tree
+    coins = [(subject.accept.tolist(), subject.final), *spread_coins(3, len(tree))]
+    target = target_rows(subject, case.kind, case.filter_order)
     judged = 0
     for parent in range(min(len(tree), 4)):
         taken = {tree.token_ids[kid] for kid in tree.children[parent]}
@@ -181,25 +183,23 @@ def more_children(case: VerifyCase, backend: Backend, device: str) -> int:
             continue
         grown = DraftTree((*tree.parents, parent), (*tree.token_ids, free))
         rows = np.concatenate([subject.rows, subject.rows[-1:]])
-        accept = np.append(subject.accept, np.float32(0.5))
-        more = Request(grown, rows, subject.temperature, accept, subject.final)
         cap = max(case.effective_depth_cap, grown.depth + 1)
-        pair = replace(case.replace_requests([subject]), depth_cap=cap)
-        fewer = decide(pair, backend, device)[0]
-        grown_case = replace(pair, requests=(more,), num_draft_tokens=len(grown))
-        wider = decide(grown_case, backend, device)[0]
-        if is_ambiguous(
-            tree,
-            target_rows(subject, case.kind, case.filter_order),
-            subject.accept.tolist(),
-            subject.final,
-            cap,
-        ):
-            continue
-        if wider.path[: len(fewer.path)] != fewer.path:
-            why = f"a child with token {free} was appended behind node {parent}'s"
-            raise Violation(0, f"accepts {wider.path} with it", f"at least {fewer.path}, as without it", why)
-        judged += 1
+        fewer = [subject.with_coins(*coin) for coin in coins]
+        grown_subject = replace(
+            subject, tree=grown, rows=rows, accept=np.append(subject.accept, np.float32(0))
+        )
+        wider = [grown_subject.with_coins([*accept, 0.5], final) for accept, final in coins]
+        base = replace(case, depth_cap=cap, num_draft_tokens=len(grown))
+        before = decide(replace(base, requests=tuple(fewer)), backend, device)
+        after = decide(replace(base, requests=tuple(wider)), backend, device)
+        for (accept, final), less, more in zip(coins, before, after, strict=True):
+            if is_ambiguous(tree, target, accept, final, cap):
+                continue
+            if more.path[: len(less.path)] != less.path:
+                why = f"a child with token {free} was appended behind node {parent}'s"
+                want = f"at least {less.path}, as without it"
+                raise Violation(0, f"accepts {more.path} with it", want, why, coins=(tuple(accept), final))
+            judged += 1
     return judged
 
 
@@ -261,18 +261,24 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
     for name, tensor in named.items():
         if bytes_of(tensor) != before[name]:
             raise Violation(0, f"{name} was written to", "inputs unchanged: later readers share them")
-    # Another call with other coins and rows in reverse, to leave something else in every buffer.
-    flipped = [
-        replace(
-            request, rows=request.rows[:, ::-1].copy(), accept=1 - request.accept, final=1 - request.final
-        )
-        for request in case.requests
-    ]
-    call(case.replace_requests(flipped), backend, device)
+    # A call in between that leaves something else in every buffer: stars whose children are all rejected.
+    vocab = case.vocab_size
+    size = min(max(case.slots, 4), vocab)
+    star = DraftTree((-1, *[0] * (size - 1)), tuple(range(size)))
+    flat = np.full((size, vocab), 1 / vocab if case.kind == "probs" else 0, np.float32)
+    reject = np.full(size, 1 - 2.0**-24, np.float32)
+    between = Request(star, flat, 1.0, reject, 0.5)
+    call(replace(case, requests=(between,) * len(trees), num_draft_tokens=None), backend, device)
     second = observe(trees, submit(tensors, case.kind, backend), case.slots)
     for index, (want, got) in enumerate(zip(first, second, strict=True)):
         if want != got:
             raise Violation(index, f"after another call: {got}", f"as at first: {want}")
+        # And the right thing both times: what earlier calls left may have spoilt the first one too.
+        request = case.requests[index]
+        rows, accept = target_rows(request, case.kind, case.filter_order), request.accept.tolist()
+        wrong = judge(request.tree, rows, accept, request.final, case.effective_depth_cap, got)
+        if wrong:
+            raise Violation(index, str(got), *wrong)
     return len(trees)
 
 
@@ -308,11 +314,13 @@ def depth_cap(case: VerifyCase, backend: Backend, device: str) -> int:
     subject = case.requests[0]
     for cap in range(1, subject.tree.depth + 2):
         capped = replace(case.replace_requests([subject]), depth_cap=cap)
-        judged += judge_all(capped, backend, device, spread_coins(8, len(subject.tree)))
         # All accept coins 0: the walk runs into the cap.
-        judged += judge_all(
-            capped, backend, device, [([0.0] * len(subject.tree), coin) for coin in (0.0, 0.3, 0.9)]
-        )
+        into_the_cap = [([0.0] * len(subject.tree), coin) for coin in (0.0, 0.3, 0.9)]
+        coins = [*spread_coins(8, len(subject.tree)), *into_the_cap]
+        try:
+            judged += judge_all(capped, backend, device, coins)
+        except Violation as violation:  # the picture's case has a cap of its own
+            raise replace(violation, why=f"at {cap} accept slots; {violation.why}".rstrip("; ")) from None
     return judged
 
 

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _TINIEST = 2.0**-149  # the smallest positive float32
+_LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest finite float32
 
 
 def check_int(value: Any, name: str, at_least: int) -> int:
@@ -95,24 +96,29 @@ def check_verify_input(batch: VerifyInput) -> None:
     On a CUDA device the *contents* are not read back, so that no call waits for the device: convert
     with :func:`treeconv.to_verify_input`, which only makes valid batches.
     """
+    import torch  # noqa: PLC0415
+
     if not isinstance(batch, VerifyInput):
         raise InvalidArgument(f"batch={type(batch).__name__}, but must be a VerifyInput (to_verify_input)")
-    shape = tuple(batch.candidates.shape)
+    tensors = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(f"{name}={type(tensor).__name__}, but must be a torch.Tensor")
+    shape, device = tuple(batch.candidates.shape), batch.device
     if len(shape) != 2 or 0 in shape:
         raise InvalidArgument(f"candidates.shape={shape}, but must be [B, N] with B, N >= 1")
-    for name in batch.__dataclass_fields__:
-        tensor = getattr(batch, name)
+    for name, tensor in tensors.items():
         want = shape[:1] if name == "prefix_lens" else shape
-        if tuple(tensor.shape) != want:
+        if tensor.shape != want:
             raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {want}")
-        if str(tensor.dtype) != "torch.int64":
+        if tensor.dtype != torch.int64:
             raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be torch.int64")
-        if tensor.device != batch.device:
+        if tensor.device != device:
             raise InvalidArgument(
-                f"{name}.device={tensor.device}, but must be {batch.device}, the device of candidates"
+                f"{name}.device={tensor.device}, but must be {device}, the device of candidates"
             )
     # Small batches are checked faster one node at a time than with array operations.
-    if batch.device.type == "cpu" and (batch.candidates.numel() <= 128 or not _is_surely_valid(batch)):
+    if device.type == "cpu" and (batch.candidates.numel() <= 128 or not _is_surely_valid(batch)):
         _name_the_fault(batch)
 
 
@@ -169,6 +175,8 @@ def check_tokens(batch: VerifyInput, vocab_size: int) -> None:
     if batch.device.type != "cpu":
         return
     tokens = batch.candidates.numpy()
+    if tokens[:, 1:].min(initial=0) >= 0 and tokens[:, 1:].max(initial=0) < vocab_size:
+        return
     first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
     for pointer in (first, sibling):
         request, node = np.nonzero(pointer >= 0)
@@ -181,16 +189,28 @@ def check_tokens(batch: VerifyInput, vocab_size: int) -> None:
             raise InvalidArgument(f"{place}={value}, but must be in [0, {vocab_size - 1}], the vocabulary")
 
 
+def _to_tensor(values: Any, name: str, shape: str, device: torch.device) -> torch.Tensor:
+    """Lists and arrays as float32; NumPy's own default is float64."""
+    import torch  # noqa: PLC0415
+
+    try:
+        return torch.as_tensor(values, dtype=torch.float32, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, None, text
+        raise InvalidArgument(
+            f"{name}={type(values).__name__}, but must be numbers of shape {shape}: {error}"
+        ) from None
+
+
 def check_rows(rows: Any, name: str, batch: VerifyInput, dtypes: tuple[str, ...]) -> torch.Tensor:
     """``rows`` as a tensor ``[B, N, V]`` of an allowed dtype on the batch's device.
 
-    Lists and NumPy arrays are rounded to float32 (NumPy's own default is float64).
+    Lists and NumPy arrays are rounded to float32.
     """
     import torch  # noqa: PLC0415
 
-    if not isinstance(rows, torch.Tensor):
-        rows = torch.as_tensor(rows, dtype=torch.float32, device=batch.device)
     shape = tuple(batch.candidates.shape)
+    if not isinstance(rows, torch.Tensor):
+        rows = _to_tensor(rows, name, f"{(*shape, 'V')}", batch.device)
     if rows.ndim != 3 or tuple(rows.shape[:2]) != shape or rows.shape[2] == 0:
         raise InvalidArgument(
             f"{name}.shape={tuple(rows.shape)}, but must be {(*shape, 'V')} with V >= 1: one row per slot"
@@ -206,7 +226,8 @@ def check_rows(rows: Any, name: str, batch: VerifyInput, dtypes: tuple[str, ...]
 def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
     """A scalar or ``[B]`` as a float32 tensor ``[B]`` on the batch's device; finite and >= 0.
 
-    A positive value under the smallest float32 (1.4e-45) is refused rather than turned into greedy.
+    A positive value under the smallest float32 (1.4e-45) is refused rather than turned into greedy, and
+    one above the largest rather than turned into infinity.
     Tensors on a CUDA device are taken as they are: reading them back would wait for the device.
     """
     import torch  # noqa: PLC0415
@@ -221,6 +242,8 @@ def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
         if temperature.device != batch.device:
             raise InvalidArgument(f"temperature.device={temperature.device}, but must be {batch.device}")
         return temperature
+    if isinstance(temperature, float) and (temperature == 0 or _TINIEST <= temperature <= _LARGEST):
+        return torch.full((size,), temperature, dtype=torch.float32, device=batch.device)
     try:
         values = torch.as_tensor(temperature, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
@@ -234,6 +257,8 @@ def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
     for value in values.reshape(-1).tolist():
         if not 0 <= value < float("inf"):
             raise InvalidArgument(f"temperature={value!r}, but must be finite and >= 0")
+        if value > _LARGEST:
+            raise InvalidArgument(f"temperature={value!r}, but must be <= 3.4e38, the largest float32")
         if 0 < value < _TINIEST:
             raise InvalidArgument(f"temperature={value!r}, but must be 0 or >= 1.4e-45, the smallest float32")
     return values.to(torch.float32).expand(size).contiguous().to(batch.device)
@@ -249,7 +274,7 @@ def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
     for name, want in (("accept", tuple(batch.candidates.shape)), ("final", (batch.batch_size,))):
         values = getattr(coins, name)
         if not isinstance(values, torch.Tensor):
-            values = torch.as_tensor(values, dtype=torch.float32, device=batch.device)
+            values = _to_tensor(values, f"coins.{name}", str(want), batch.device)
         if tuple(values.shape) != want:
             raise InvalidArgument(f"coins.{name}.shape={tuple(values.shape)}, but must be {want}")
         if values.dtype != torch.float32:

@@ -85,6 +85,23 @@ def _parser() -> argparse.ArgumentParser:
         ' "prefix_lens" and "num_draft_tokens" may stand beside. - reads standard input',
     )
     convert.add_argument("--json", action="store_true", help="print the layout as JSON")
+    bench = command(
+        "bench",
+        _bench,
+        "Time the deployed path, eager and triton side by side. CUDA graph replays on a CUDA device, beside"
+        " the bytes that the visited rows hold at the copy rate measured in the same run.",
+    )
+    for name, of_what in (
+        ("vocab", "vocabulary sizes"),
+        ("nodes", "nodes per tree"),
+        ("batch", "requests per call"),
+    ):
+        bench.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=of_what)
+    bench.add_argument("--temperature", type=float, nargs="+", metavar="T", help="temperatures")
+    bench.add_argument("--path", nargs="+", default=["deployed", "eager", "triton"], metavar="PATH")
+    bench.add_argument("--seconds", type=float, default=240, help="begin no shape after this long")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (PNG; needs matplotlib)")
     command("doctor", _doctor, "Show versions, devices and backends. Says why a backend cannot be used here.")
     return parser
 
@@ -398,3 +415,30 @@ def _doctor(options: argparse.Namespace) -> int:
         else:
             _say(f"backend       {name}: not available: {reason.removeprefix(f'backend={name!r} ')}")
     return 0
+
+
+# --- bench --------------------------------------------------------------------------------------------
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from treeconv import bench  # noqa: PLC0415  # imports torch
+
+    asked = {
+        "vocab_sizes": options.vocab,
+        "num_draft_tokens": options.nodes,
+        "batch_sizes": options.batch,
+        "temperatures": options.temperature,
+        "budget_s": options.seconds,
+    }
+    grid = bench.BenchGrid(**{name: _tuple(value) for name, value in asked.items() if value is not None})
+    report = bench.run_bench(grid, options.path)
+    if options.json:
+        options.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        bench.save_plot(report, options.plot)
+    _say(bench.format_table(report))
+    return 0
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

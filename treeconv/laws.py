@@ -117,7 +117,7 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "positive-mass-logits",
         "a token with logit -inf is never emitted, for every coin in [0, 1]",
         check.positive_mass,
-        "logits",
+        "zero_mass_logits",
     ),
     Law(
         "outcome-law",

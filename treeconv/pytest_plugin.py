@@ -17,6 +17,7 @@ A suite's test is thin::
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from treeconv.backends.base import Backend
+    from treeconv.case import VerifyCase
     from treeconv.laws import Law
     from treeconv.tree_laws import TreeLaw
 
@@ -219,23 +221,29 @@ def _parameters(suite: _Suite, law: Law | None) -> Iterator[Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Generator[None, object, object]:
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """Print a broken law as its own text with a line that replays it: no traceback, no dump of arrays."""
     try:
         return (yield)
     except Exception as error:
-        text = _failure_text(error)
+        text = _failure_text(pyfuncitem, error)
         if text is None:
             raise
     raise pytest.fail.Exception(text, pytrace=False)
 
 
-def _failure_text(error: Exception) -> str | None:
-    import sys  # noqa: PLC0415
-
+def _failure_text(item: pytest.Function, error: Exception) -> str | None:
     if "treeconv.laws" not in sys.modules and "treeconv.tree_laws" not in sys.modules:
         return None  # no law was run, and treeconv.suite is slow to import
     from treeconv.suite import broken_law, failure_text  # noqa: PLC0415
 
-    broken = broken_law(error)
+    marker, arguments = item.get_closest_marker("treeconv"), item.funcargs
+    law = marker.kwargs.get("law") if marker else None
+    run = None
+    if law is not None and "backend" in arguments:
+
+        def run(case: VerifyCase) -> object:
+            return law.run(case, arguments["backend"], arguments["device"])
+
+    broken = broken_law(error, run)
     return None if broken is None else failure_text(broken)

@@ -105,7 +105,8 @@ def draw_coins(seeds: Sequence[int], positions: Sequence[int], num_draft_tokens:
     Args:
         seeds: ``[B]`` integers in [0, 2**64), one stream per request.
 
-        positions: ``[B]`` integers >= 0, the committed length at this step: never used twice per seed.
+        positions: ``[B]`` integers in [0, 2**64), the committed length at this step: never used twice per
+            seed.
 
         num_draft_tokens: N >= 1, slots per request.
 
@@ -123,8 +124,9 @@ def draw_coins(seeds: Sequence[int], positions: Sequence[int], num_draft_tokens:
     accept = np.empty((len(seeds), num_draft_tokens), np.float32)
     final = np.empty(len(seeds), np.float32)
     for index, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-        check_int(seed, f"seeds[{index}]", 0)
-        check_int(position, f"positions[{index}]", 0)
+        for name, value in ((f"seeds[{index}]", seed), (f"positions[{index}]", position)):
+            if check_int(value, name, 0) >= 2**64:
+                raise InvalidArgument(f"{name}={value!r}, but must be below 2**64")
         # Word 1 of the counter is the position: 2**64 blocks of room per position in word 0.
         philox = np.random.Philox(key=seed, counter=[0, position, 0, 0])
         draws = np.random.Generator(philox).random(num_draft_tokens + 1, dtype=np.float32)

@@ -8,6 +8,7 @@ zero mass, -inf, huge and tiny temperatures, T = 0 beside T = 2, coins at and be
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +50,13 @@ _SHAPES: dict[str, Callable[[int, int, int], int]] = {
 }
 
 _NICE_LOGITS = (0.0, 1.0, -1.0, 2.0, 0.5, -math.inf, 5.0, 10.0, -10.0, 30.0, -80.0, 100.0, 30000.0, -30000.0)
-_NICE_TEMPERATURES = (1.0, 0.0, 0.5, 2.0, 0.6, 0.8, 0.01, 0.005, 1e-6, 1e-40, 100.0, 1e30)
+_USUAL, _SMALL, _FAR = (
+    (1.0, 0.0, 0.5, 2.0, 0.6, 0.8, 0.01),
+    (0.005, 0.002, 1e-3, 1e-4),
+    (1e-6, 1e-40, 100.0, 2.0**99),
+)
+_NICE_TEMPERATURES = (*_USUAL, *_SMALL, *_FAR)
+_LEAST_SCALED = 1e-7  # below it, the products would be subnormal
 _LAST_COIN = float(np.float32(1 - 2**-24))
 
 
@@ -58,6 +65,11 @@ def _check_bounds(name: str, low: int, high: int, least: int) -> None:
         raise InvalidArgument(f"min_{name}={low!r}, but must be >= {least}")
     if high < low:
         raise InvalidArgument(f"max_{name}={high!r}, but must be >= min_{name}={low!r}")
+
+
+def _sizes(least: int, most: int) -> SearchStrategy[int]:
+    """Any size, and the upper half more often: three siblings below a path need some room."""
+    return st.one_of(st.integers(least, most), st.integers((least + most + 1) // 2, most))
 
 
 @st.composite
@@ -83,7 +95,7 @@ def draft_trees(
     unknown = set(shapes) - set(_SHAPES)
     if unknown or not shapes:
         raise InvalidArgument(f"shapes={list(shapes)!r}, but must be some of {', '.join(_SHAPES)}")
-    size = draw(st.integers(min_nodes, max_nodes), label="nodes")
+    size = draw(_sizes(min_nodes, max_nodes), label="nodes")
     shape = draw(st.sampled_from(list(shapes)), label="shape")
     arity = draw(st.integers(2, 4), label="arity") if shape == "k-ary" else 2
     tokens = [draw(st.integers(0, vocab_size - 1), label="root token")]
@@ -153,6 +165,15 @@ def temperatures(*, min_temperature: float = 0.0, max_temperature: float = 1e30)
     return st.one_of(options)
 
 
+def _rounded(rows: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    """Float32 rows that hold values of the dtype exactly."""
+    if dtype == "bfloat16":  # to its 8 bits by truncation
+        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    elif dtype == "float16":
+        rows = rows.astype(np.float16).astype(np.float32)
+    return rows
+
+
 @st.composite
 def target_logits(
     draw: DrawFn,
@@ -167,7 +188,8 @@ def target_logits(
     * ``dtype``: "float32", "bfloat16" or "float16".
     * ``allow_neg_inf``: whether tokens without mass appear; one value per row stays finite.
 
-    Ties and shared values are common. Shrinks towards rows of 0.0.
+    Ties and shared values are common, and so are rows of which a grammar allows only some tokens. Shrinks
+    towards rows of 0.0.
     """
     nice = [x for x in _NICE_LOGITS if allow_neg_inf or x > -math.inf]
     # 1/16 steps up to 16: exact in every dtype; the odd fractions come from the float32 branch.
@@ -179,10 +201,10 @@ def target_logits(
         [draw(st.lists(elements, min_size=vocab_size, max_size=vocab_size)) for _ in range(num_nodes)],
         np.float32,
     ).reshape(num_nodes, vocab_size)
-    if dtype == "bfloat16":  # round to the 8 bits of a bfloat16 by truncation
-        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    elif dtype == "float16":
-        rows = rows.astype(np.float16).astype(np.float32)
+    rows = _rounded(rows, dtype)
+    for node in range(num_nodes if allow_neg_inf else 0):
+        if draw(st.integers(0, 3), label="grammar mask?") == 3:
+            rows[node, list(draw(st.sets(st.integers(0, vocab_size - 1))))] = -np.inf
     empty = rows.max(axis=1) == -np.inf
     rows[empty, 0] = 0
     return rows
@@ -331,7 +353,7 @@ def verify_cases(
     """
     _check_bounds("requests", min_requests, max_requests, 1)
     _check_bounds("vocab", min_vocab, max_vocab, 1)
-    vocab = draw(st.integers(min_vocab, max_vocab), label="vocab")
+    vocab = draw(_sizes(min_vocab, max_vocab), label="vocab")
     count = draw(st.integers(min_requests, max_requests), label="requests")
     dtype = draw(st.sampled_from(list(rows_dtypes)), label="dtype") if kind == "logits" else "float32"
     requests = []
@@ -339,7 +361,11 @@ def verify_cases(
         tree = draw(draft_trees(max_nodes=max_nodes, vocab_size=vocab, shapes=shapes))
         if kind == "logits":
             rows = draw(target_logits(len(tree), vocab, dtype=dtype))
-            temperature = draw(temperatures())
+            # The usual ones again, so that a batch often holds greedy beside sampled requests.
+            temperature = draw(st.one_of(st.sampled_from([1.0, 0.0, 2.0]), temperatures()))
+            # Logits a few temperatures apart: else every small temperature is as good as greedy.
+            if _LEAST_SCALED <= temperature <= 0.1 and draw(st.integers(0, 2), label="scale?"):
+                rows = _rounded(rows * np.float32(temperature), dtype)
         else:
             min_bits = min(2, max_bits) if allow_filters else 1  # a filter wants something to cut
             rows = draw(dyadic_rows(len(tree), vocab, min_bits=min_bits, max_bits=max_bits))
@@ -392,18 +418,26 @@ def _wide_cases(draw: DrawFn, *, allow_filters: bool = False) -> VerifyCase:
     return VerifyCase(requests=(request,), filter_order=order)
 
 
+def _as_logits(case: VerifyCase) -> VerifyCase:
+    """The logarithms of a case's probabilities: the same law at T = 1, its zeros -inf."""
+    with np.errstate(divide="ignore"):
+        requests = [replace(request, rows=np.log(request.rows)) for request in case.requests]
+    return replace(case, requests=tuple(requests), kind="logits")
+
+
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
-    * ``kind``: logits, dyadic, dyadic_small, zero_mass, chains, batches, bad_rows, wide; with top-k, top-p
-      and min-p: filtered (dyadic), filtered_roots and filtered_small (one request), filtered_logits,
-      filtered_batches, filtered_wide.
+    * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows, wide;
+      with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
+      filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters.
     """
     filtered: dict[str, Any] = {"max_nodes": 5, "min_vocab": 2, "allow_filters": True}
     strategies: dict[str, Any] = {
         "logits": lambda: verify_cases(max_requests=2),
         "dyadic": lambda: verify_cases(kind="probs"),
         "dyadic_small": lambda: verify_cases(kind="probs", max_nodes=5, max_vocab=4, allow_depth_cap=False),
+        "zero_mass_logits": lambda: verify_cases(kind="probs", max_bits=2).map(_as_logits),
         "zero_mass": lambda: verify_cases(kind="probs", max_bits=2),
         "chains": lambda: verify_cases(shapes=["chain"]),
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),

@@ -11,7 +11,7 @@ import copy
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,19 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 from hypothesis import HealthCheck, Phase
 
-from treeconv.backends.registry import BACKENDS, get_backend
+from treeconv.backends.registry import BACKENDS, BY_NAME_ONLY, get_backend
 from treeconv.corpus import CorpusEntry, save_entry
-from treeconv.errors import BackendUnavailable, InvalidArgument, LawBroken
+from treeconv.errors import BackendUnavailable, InvalidArgument, InvalidTree, LawBroken
 from treeconv.laws import BACKEND_LAWS, Law, why_not
 from treeconv.strategies import cases_for, tree_batches
+from treeconv.tree import DraftTree
 from treeconv.tree_laws import TREE_LAWS, TreeLaw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from treeconv.backends.base import Backend
+    from treeconv.case import Request, VerifyCase
 
 __all__ = [
     "DEFAULT_MAX_EXAMPLES",
@@ -98,12 +100,13 @@ def load_backend(name: str, device: str = "cpu") -> Backend:
         sys.path.insert(0, str(Path.cwd()))
     try:
         backend = get_backend(name)
-    except BackendUnavailable:
-        raise
-    except Exception as error:  # a stranger's module may raise anything
-        at = traceback.extract_tb(error.__traceback__)[-1]
+    except Exception as error:  # a stranger's module or constructor may raise anything
+        cause = error.__cause__ if isinstance(error, BackendUnavailable) else error
+        if cause is None or isinstance(cause, ImportError):
+            raise
+        at = traceback.extract_tb(cause.__traceback__)[-1]
         raise BackendUnavailable(
-            f"backend={name!r} failed while it was loaded: {type(error).__name__}: {error}"
+            f"backend={name!r} failed while it was loaded: {type(cause).__name__}: {cause}"
             f" ({at.filename}:{at.lineno})"
         ) from error
     if backend.name != name:  # a subclass of ours, say, that kept its parent's name
@@ -133,6 +136,9 @@ def select_backends(names: Sequence[str], device: str) -> tuple[list[Backend], d
         return [load_backend(name, device) for name in dict.fromkeys(names)], {}
     backends, reasons = [], {}
     for name in BACKENDS:
+        if name in BY_NAME_ONLY:
+            reasons[name] = "judged only where it is asked for by name: its faults are known"
+            continue
         try:
             backends.append(load_backend(name, device))
         except BackendUnavailable as error:
@@ -157,7 +163,7 @@ def laws_named(names: Sequence[str]) -> list[Law | TreeLaw]:
     return [law for law in laws if not names or law.name in names]
 
 
-def suite_settings(max_examples: int = DEFAULT_MAX_EXAMPLES) -> hypothesis.settings:
+def suite_settings(max_examples: int = DEFAULT_MAX_EXAMPLES, *, shrink: bool = True) -> hypothesis.settings:
     """Hypothesis's settings for a law: nothing remembered between runs, no clock, one failure a law.
 
     The database is off because it would make a run depend on earlier ones; what broke is saved as a file.
@@ -171,7 +177,7 @@ def suite_settings(max_examples: int = DEFAULT_MAX_EXAMPLES) -> hypothesis.setti
         print_blob=False,
         report_multiple_bugs=False,
         # Not `explain`: it would run a broken law some hundred times more to comment on its arguments.
-        phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
+        phases=[Phase.explicit, Phase.generate, Phase.target, *([Phase.shrink] if shrink else [])],
         suppress_health_check=[
             HealthCheck.too_slow,
             HealthCheck.data_too_large,
@@ -181,22 +187,28 @@ def suite_settings(max_examples: int = DEFAULT_MAX_EXAMPLES) -> hypothesis.setti
 
 
 def with_settings(
-    test: Callable[..., Any], law: str, max_examples: int, seed: int | str
+    test: Callable[..., Any], law: str, max_examples: int, seed: int | str, *, shrink: bool = True
 ) -> Callable[..., Any]:
     """A ``@given`` test fixed by the seed and the law: the same cases in pytest and on the command line."""
     seeded = hypothesis.seed(f"{seed}/{law}")(test)
-    settled: Callable[..., Any] = suite_settings(max_examples)(seeded)
+    settled: Callable[..., Any] = suite_settings(max_examples, shrink=shrink)(seeded)
     return settled
 
 
-def broken_law(error: BaseException) -> LawBroken | None:
+def broken_law(error: BaseException, run: Callable[[VerifyCase], object] | None = None) -> LawBroken | None:
     """The broken law inside an exception that left a ``@given`` test, or None.
+
+    Args:
+        error: what was raised.
+
+        run: judges a case by the same law; then nodes and requests that do not matter are left out of the
+            failure. (Hypothesis deletes what was drawn in one piece; a node is a token, a row and a coin.)
 
     Hypothesis wraps it where the shrunk case did not break again (Flaky): a verifier that depends on
     something besides its inputs. That is then said in the message.
     """
     if isinstance(error, LawBroken):
-        return error
+        return error if run is None or error.path else _prune(error, run)
     for inner in getattr(error, "exceptions", ()):
         found = broken_law(inner)
         if found is not None:
@@ -205,6 +217,51 @@ def broken_law(error: BaseException) -> LawBroken | None:
                 text, law=found.law, backend=found.backend, case=found.case, parameters=found.parameters
             )
     return None
+
+
+def _prune(error: LawBroken, run: Callable[[VerifyCase], object]) -> LawBroken:
+    smaller = _smaller(error.case)
+    while (case := next(smaller, None)) is not None:
+        try:
+            run(case)
+        except LawBroken as still:
+            error, smaller = still, _smaller(case)
+    return error
+
+
+def _smaller(case: VerifyCase) -> Iterator[VerifyCase]:
+    """The case without padding, without each request, and without each node: with its subtree, or alone."""
+    requests = case.requests
+    if case.num_draft_tokens not in (None, max(len(request.tree) for request in requests)):
+        yield replace(case, num_draft_tokens=None)
+    for index, request in enumerate(requests):
+        others = requests[:index] + requests[index + 1 :]
+        if others:
+            yield replace(case, requests=others)
+        nodes = range(len(request.tree))
+        for node in nodes[1:]:
+            subtree = [other for other in nodes if node in request.tree.path(other)]
+            for gone in (subtree, [node]):
+                less = _without(request, gone)
+                if less:
+                    yield replace(case, requests=(*requests[:index], less, *requests[index + 1 :]))
+
+
+def _without(request: Request, gone: Sequence[int]) -> Request | None:
+    """The request without some nodes; their children move up. None where two siblings then share a token."""
+    kept = [node for node in range(len(request.tree)) if node not in gone]
+    place = {-1: -1} | {old: new for new, old in enumerate(kept)}
+    parents = []
+    for node in kept:
+        parent = request.tree.parents[node]
+        while parent not in place:
+            parent = request.tree.parents[parent]
+        parents.append(place[parent])
+    try:
+        tree = DraftTree(tuple(parents), tuple(request.tree.token_ids[node] for node in kept))
+    except InvalidTree:
+        return None
+    return replace(request, tree=tree, rows=request.rows[kept], accept=request.accept[kept])
 
 
 def save_failure(error: LawBroken, directory: Path = FAILURES) -> Path | None:
@@ -275,6 +332,7 @@ def check_law(
     *,
     max_examples: int = DEFAULT_MAX_EXAMPLES,
     seed: int | str = 0,
+    shrink: bool = True,
     on_case: Callable[[], None] | None = None,
 ) -> Outcome:
     """Generate cases and judge them until one breaks the law; that one is shrunk.
@@ -289,6 +347,8 @@ def check_law(
         max_examples: cases, >= 1.
 
         seed: fixes the cases, together with the law's name.
+
+        shrink: make the failing case small; False is faster, where only the verdict matters.
 
         on_case: called after each case that was judged (not while shrinking).
 
@@ -319,13 +379,14 @@ def check_law(
                 on_case()
 
     strategy = tree_batches() if isinstance(law, TreeLaw) else cases_for(law.cases)
-    test = with_settings(hypothesis.given(case=strategy)(judge), law.name, max_examples, seed)
+    test = with_settings(hypothesis.given(case=strategy)(judge), law.name, max_examples, seed, shrink=shrink)
     started = time.perf_counter()
     broken = None
     try:
         test()
     except Exception as error:
-        broken = broken_law(error)
+        again = (lambda case: law.run(case, backend, device)) if shrink and isinstance(law, Law) else None  # type: ignore[arg-type]
+        broken = broken_law(error, again)
         if broken is None:
             raise
     return Outcome(law.name, name, cases, decisions, time.perf_counter() - started, broken=broken)

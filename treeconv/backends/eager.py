@@ -8,7 +8,6 @@ children need are decided on the host, so on a CUDA device every level waits for
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,19 +19,21 @@ from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from treeconv.filters import Filters
 
 __all__ = ["EagerBackend"]
 
 _BLOCK = 512  # elements of a blocked sum: short enough to be accurate, long enough to be fast
-_TINIEST = 2.0**-149  # the smallest positive float32
+_LARGEST_RECIPROCAL = 2.0**126  # between this and its reciprocal both are normal float32 numbers
 
 
 class EagerBackend:
     """Torch operations, level by level.
 
-    Extra memory: one float32 row per request still walking, and one as given where several walk; for a
-    filtered request its sorted row besides.
+    Extra memory: one float32 row per request, and one as given where several walk; a filtered row is
+    sorted besides.
     """
 
     name = "eager"
@@ -74,7 +75,7 @@ class _LazyWalk:
         depth_cap: int,
         filters: Filters | None,
     ) -> None:
-        self._rows = rows
+        self._rows = rows.detach()
         self._filters = filters
         self._is_filtered = (
             [cuts.are_on(rows.shape[2]) for cuts in filters.cuts()] if filters else [False] * rows.shape[0]
@@ -87,6 +88,7 @@ class _LazyWalk:
         self._accept_coins = coins.accept.tolist()
         self._final_coins = coins.final.tolist()
         self._vocab = rows.shape[2]
+        self._scratch: torch.Tensor | None = None
         size = len(self._tokens)
         self._paths = [[0] for _ in range(size)]
         self._bonus = [-1] * size
@@ -121,7 +123,7 @@ class _LazyWalk:
         nodes = [self._paths[request][-1] for request in requests]
         rows, slots = self._rows, self._rows.shape[1]
         if len(requests) == 1:
-            return rows[requests[0], nodes[0]][None]
+            return rows[requests[0]].narrow(0, nodes[0], 1)
         if rows.stride(0) == slots * rows.stride(1):  # one index_select is far faster than two-way indexing
             flat = [request * slots + node for request, node in zip(requests, nodes, strict=True)]
             return rows.flatten(0, 1).index_select(0, torch.tensor(flat, device=rows.device))
@@ -169,35 +171,45 @@ class _LazyWalk:
         """The usable requests and their masses up to a factor, ``[A, blocks * 512]`` float32.
 
         Logits give ``2 ** ((x - max) / (T ln 2))``, which torch computes several times faster than the
-        equal ``exp((x - max) / T)``. Zero behind the vocabulary.
+        equal ``exp((x - max) / T)``. Zero behind the vocabulary. Valid until the next call: every level
+        uses the same memory, since fresh pages cost as much as the softmax itself.
         """
         rows = self._gather(requests)
-        weights = torch.zeros if self._vocab % _BLOCK else torch.empty
-        padded = weights((len(requests), -(-self._vocab // _BLOCK) * _BLOCK), device=rows.device)
-        values = padded[:, : self._vocab]
+        if self._scratch is None:
+            width = -(-self._vocab // _BLOCK) * _BLOCK
+            self._scratch = torch.empty((len(requests), width), device=rows.device)
+            self._scratch[:, self._vocab :] = 0.0
+        padded = self._scratch.narrow(0, 0, len(requests))
+        values = padded.narrow(1, 0, self._vocab)
         values.copy_(rows)
-        peaks = values.amax(dim=1)
+        peaks = values.amax(dim=1, keepdim=True)
         is_probs = self._temperatures is None
         usable = self._drop_unusable(
-            requests, peaks.tolist(), values.amin(dim=1).tolist() if is_probs else None
+            requests, peaks.view(-1).tolist(), values.amin(dim=1).tolist() if is_probs else None
         )
         if len(usable) < len(requests):
             keep = torch.tensor(usable, dtype=torch.int64, device=rows.device)
             padded, peaks = padded[keep], peaks[keep]
-            values = padded[:, : self._vocab]
+            values = padded.narrow(1, 0, self._vocab)
         requests = [requests[place] for place in usable]
         if self._temperatures is not None and requests:
-            # A subnormal T * ln 2 may round to 0, and 0 / 0 is no limit.
-            scales = [max(self._temperatures[request] * math.log(2), _TINIEST) for request in requests]
-            # A tensor, not a number: CUDA would multiply by the number's reciprocal, which may be inf.
-            divisor = torch.tensor(scales, device=rows.device)[:, None]
-            values.sub_(peaks[:, None]).div_(divisor).exp2_()
+            scales = [self._temperatures[request] * math.log(2) for request in requests]
+            values.sub_(peaks)
+            if 1 / _LARGEST_RECIPROCAL < min(scales) <= max(scales) < _LARGEST_RECIPROCAL:
+                # A product is twice as fast as a quotient, and needs no tensor for a single factor.
+                if len(requests) == 1:
+                    values.mul_(1 / scales[0])
+                else:
+                    values.mul_(torch.tensor([[1 / scale] for scale in scales], device=rows.device))
+            else:  # the reciprocal may overflow, and 0 * inf is no limit; nor is 0 / 0
+                scales = [max(scale, 2.0**-149) for scale in scales]
+                values.div_(torch.tensor(scales, device=rows.device)[:, None])
+            values.exp2_()
         filtered = [lane for lane, request in enumerate(requests) if self._is_filtered[request]]
         if filtered:
             places = torch.tensor([usable[lane] for lane in filtered], device=rows.device)
             lanes = torch.tensor(filtered, device=rows.device)
-            keep = self._kept(rows[places], values[lanes], [requests[lane] for lane in filtered])
-            values[lanes] *= keep
+            values[lanes] *= self._kept(rows[places], values[lanes], [requests[lane] for lane in filtered])
         return requests, padded
 
     def _kept(self, rows: torch.Tensor, weights: torch.Tensor, requests: list[int]) -> torch.Tensor:
@@ -236,21 +248,22 @@ class _LazyWalk:
         if not requests:
             return []
         children = [self._children(request) for request in requests]
-        lanes = [lane for lane, kids in enumerate(children) for _ in kids]
-        tokens = [self._tokens[requests[lane]][kid] for lane, kids in enumerate(children) for kid in kids]
+        drafted = [  # places in the flattened weights
+            lane * weights.shape[1] + self._tokens[requests[lane]][kid]
+            for lane, kids in enumerate(children)
+            for kid in kids
+        ]
+        totals = [1.0] * len(requests)
         masses: list[float] = []
-        if lanes:
-            index = (torch.tensor(lanes, device=weights.device), torch.tensor(tokens, device=weights.device))
-            values = weights[index]
-            is_divided = [
-                self._temperatures is not None or self._is_filtered[request] for request in requests
-            ]
-            if any(is_divided):
-                totals = weights.view(len(requests), -1, _BLOCK).sum(dim=2).sum(dim=1)
-                if not all(is_divided):  # probabilities that no filter touched are compared as they are
-                    totals[~torch.tensor(is_divided, device=totals.device)] = 1.0
-                values = values / totals[index[0]]
-            masses = values.tolist()
+        if drafted:
+            index = torch.tensor(drafted, device=weights.device)
+            flat = weights.view(-1)
+            masses = flat.index_select(0, index).tolist()
+            if self._temperatures is not None or any(self._is_filtered[request] for request in requests):
+                totals = weights.sum(dim=1).tolist()
+            if self._temperatures is None:  # probabilities that no filter touched are compared as they are
+                for lane, request in enumerate(requests):
+                    totals[lane] = totals[lane] if self._is_filtered[request] else 1.0
         walking, stopping = [], []
         last_with_mass: dict[int, int] = {}
         place = 0
@@ -258,7 +271,7 @@ class _LazyWalk:
             coin = self._accept_coins[request][self._paths[request][-1]]
             accepted, acc = -1, 0.0
             for kid, mass in zip(kids, masses[place : place + len(kids)], strict=True):
-                acc = float(np.float32(acc + mass))  # float32, as everyone sums
+                acc = float(np.float32(acc + mass / totals[lane]))  # float32, as everyone sums
                 if mass > 0:
                     last_with_mass[request] = kid
                     if coin < acc:
@@ -272,8 +285,8 @@ class _LazyWalk:
                 stopping.append(lane)
         if not stopping:
             return walking
-        if lanes:
-            weights[index] = 0.0  # what was rejected; rows of accepted children are done with
+        if drafted:
+            flat.index_fill_(0, index, 0.0)  # what was rejected; rows of accepted children are done with
         if len(stopping) < len(requests):
             weights = weights[torch.tensor(stopping, device=weights.device)]
         stopped = [requests[lane] for lane in stopping]
@@ -288,24 +301,22 @@ class _LazyWalk:
     def _draw_bonus(self, residual: torch.Tensor, requests: list[int]) -> list[int]:
         """Smallest t with ``cumsum(residual)(t) > coin * sum(residual)``; else the last t of positive mass.
 
-        Two levels, so that no float32 sum runs over the whole vocabulary: the block, then the place in
-        it. -1 where the residual is empty.
+        Two levels: the block, then the place in it. torch sums each block; the host adds blocks, and the
+        masses of one, in float64. -1 where the residual is empty.
         """
         blocks = residual.view(len(requests), -1, _BLOCK)
-        sums = blocks.sum(dim=2)
-        ends = sums.cumsum(dim=1).tolist()
+        sums = blocks.sum(dim=2).cpu().numpy()
         drawn = []
         for lane, request in enumerate(requests):
-            # Python floats hold the product of two float32 exactly: no rounding decides.
-            target = self._final_coins[request] * ends[lane][-1]
-            if not ends[lane][-1] > 0:
+            ends = sums[lane].cumsum(dtype=np.float64)
+            if not ends[-1] > 0:
                 drawn.append(-1)
                 continue
-            block = _first_above(ends[lane], target, sums[lane])
-            before = ends[lane][block - 1] if block else 0.0
-            inside = blocks[lane, block]
-            place = _first_above((inside.cumsum(dim=0) + before).tolist(), target, inside)
-            drawn.append(block * _BLOCK + place)
+            target = self._final_coins[request] * ends[-1]
+            block = _first_above(ends, target, sums[lane])
+            masses = blocks[lane, block].cpu().numpy()
+            inside = masses.cumsum(dtype=np.float64) + (ends[block - 1] if block else 0.0)
+            drawn.append(block * _BLOCK + _first_above(inside, target, masses))
         return drawn
 
     def _output(self) -> VerifyOutput:
@@ -324,7 +335,7 @@ class _LazyWalk:
         return VerifyOutput(*(torch.from_numpy(array).to(self._rows.device) for array in arrays))
 
 
-def _first_above(sums: list[float], target: float, masses: torch.Tensor) -> int:
+def _first_above(sums: NDArray[np.float64], target: float, masses: NDArray[np.float32]) -> int:
     """First place whose running sum exceeds the target; else the last place of positive mass."""
-    place = bisect_right(sums, target)
-    return place if place < len(sums) else int((masses > 0).nonzero()[-1])
+    place = int(sums.searchsorted(target, side="right"))
+    return place if place < len(sums) else int(np.flatnonzero(masses)[-1])

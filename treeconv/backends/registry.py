@@ -11,7 +11,7 @@ from treeconv.errors import BackendUnavailable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BACKENDS", "available_backends", "choose_backend", "get_backend"]
+__all__ = ["BACKENDS", "BY_NAME_ONLY", "available_backends", "choose_backend", "get_backend"]
 
 #: name -> "module:class"
 BACKENDS = {
@@ -19,7 +19,10 @@ BACKENDS = {
     "eager": "treeconv.backends.eager:EagerBackend",
     "triton": "treeconv.backends.triton:TritonBackend",
     "sgl": "treeconv.backends.sgl:SglBackend",
+    "sgl-raw": "treeconv.backends.sgl:raw_sgl_backend",
 }
+#: judged only where asked for by name: its faults are known (fuzz/findings.py)
+BY_NAME_ONLY = frozenset({"sgl-raw"})
 _loaded: dict[str, Backend] = {}
 
 
@@ -49,12 +52,18 @@ def get_backend(name: str | Backend) -> Backend:
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
-    except AttributeError:
+    except AttributeError as error:
+        if getattr(error, "name", None) != attribute:
+            raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
         raise BackendUnavailable(f"backend={name!r}: module {module_name} has no {attribute}") from None
+    except Exception as error:  # a stranger's module may raise anything while it is imported
+        raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
     if isinstance(found, type) or (not isinstance(found, Backend) and _is_factory(found)):
         found = found()
+    if not isinstance(found, Backend) and not callable(found):
+        raise BackendUnavailable(
+            f"backend={name!r} is a {type(found).__name__}, but must be a backend or a function"
+        )
     _loaded[name] = found if isinstance(found, Backend) else FunctionBackend(found, name)
     return _loaded[name]
 

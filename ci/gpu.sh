@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command on any CUDA machine: doctor, laws, findings, benchmark, evidence.
+#
+#   ci/gpu.sh [options of ci/gpu_evidence.py]
+#
+# Writes <gpu>.json and <gpu>.png to $OUT if that is set, else to ci/evidence/. SGLang's kernel is taken from
+# .carry/sgl (ci/fetch_sgl_kernel.sh) or from wherever it is installed; without it its checks say so.
+# Nothing here depends on the card: capability, memory and multiprocessors are read from it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+sgl=${TREECONV_SGL_DIR:-.carry/sgl}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+if [ -d "$sgl/sgl_kernel" ]; then
+  export PYTHONPATH="$PYTHONPATH:$(cd "$sgl" && pwd)"
+fi
+export PYTHONUNBUFFERED=1
+
+"$python" -m treeconv doctor
+exec "$python" ci/gpu_evidence.py "$@"

@@ -1,0 +1,1 @@
+"""Campaigns and findings; no part of the installed package."""

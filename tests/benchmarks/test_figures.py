@@ -1,0 +1,152 @@
+"""The figures that the README quotes, held on this machine.
+
+Run them with ``make bench``, or ``python -m pytest tests/benchmarks --benchmark-only -s`` (without xdist). A
+plain ``pytest tests/`` calls each timed function once, for its result, and reads no clock; memory is
+asserted always.
+
+Times on a shared machine are noisy, so nothing is compared across runs: a figure in microseconds is held
+against the median of many rounds, and a ratio against the ratio of two medians whose rounds took turns. Where
+the middle half of those rounds spreads by more than a factor of two, no ratio can be read: skipped.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from treeconv import Coins, DraftTree, build_draft_tree, oracle, to_draft_trees, to_verify_input, verify
+
+V = 163840  # Kimi K2's vocabulary
+NODES = 64
+T = 0.8
+
+
+@pytest.fixture
+def timed(benchmark, request):
+    """Whether times are wanted; the benchmark fixture calls its function once where they are not."""
+    benchmark.disabled |= not request.config.getoption("benchmark_only")
+    return not benchmark.disabled
+
+
+@pytest.fixture(params=[1, None], ids=["one thread", "default threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param or before)
+    yield torch.get_num_threads()
+    torch.set_num_threads(before)
+
+
+def ddtree(seed, vocab=1000):
+    """A best-first tree of 64 nodes over a block drafter's marginals."""
+    logits = np.random.default_rng(seed).normal(0, 3, (15, vocab))
+    return build_draft_tree(logits, NODES - 1, root_token_id=9)
+
+
+def served():
+    """One request as served: 64 nodes, bf16 logits, a draft accepted at the root, then the bonus."""
+    tree = ddtree(0)
+    logits = torch.randn(1, NODES, V, generator=torch.Generator().manual_seed(0)).mul_(2).bfloat16()
+    accepted = tree.children[0][0]
+    logits[0, 0, tree.token_ids[accepted]] = 24.0
+    return to_verify_input([tree]), logits, middle_coins(NODES), [0, accepted]
+
+
+def middle_coins(nodes):
+    return Coins(torch.full((1, nodes), 0.5), torch.full((1,), 0.5))
+
+
+def take_turns(one, other, rounds):
+    """Median seconds of two functions that were called in turn, in turned order; skips where too noisy."""
+    seconds = ([], [])
+    for turn in range(rounds + 10):
+        for place in (0, 1) if turn % 2 else (1, 0):
+            start = time.perf_counter()
+            (one, other)[place]()
+            seconds[place].append(time.perf_counter() - start)
+    quarters = [statistics.quantiles(times[10:]) for times in seconds]
+    if any(high > 2 * low for low, _, high in quarters):
+        shown = " and ".join(f"{low * 1e6:.0f} to {high * 1e6:.0f} us" for low, _, high in quarters)
+        pytest.skip(f"too noisy to read a ratio: the middle halves of the rounds took {shown}")
+    return quarters[0][1], quarters[1][1]
+
+
+def torch_memory(call):
+    """Bytes that torch allocated and freed during the call, in order of time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def test_conversion_takes_at_most_20_us_a_tree(benchmark, timed):
+    trees = [ddtree(seed) for seed in range(64)]
+    batch = benchmark(to_verify_input, trees)
+    assert to_draft_trees(batch) == trees
+    if timed:
+        per_tree = benchmark.stats.stats.median / len(trees) * 1e6
+        print(f"\nto_verify_input: {per_tree:.1f} us a tree at 64 trees x {NODES} nodes")  # noqa: T201
+        assert per_tree <= 20
+
+
+def test_oracle_walk_takes_at_most_5_ms(benchmark, timed):
+    """Exact arithmetic over every row that it visits, here down to a leaf."""
+    tree = ddtree(1)
+    law = np.random.default_rng(1).dirichlet([0.1] * 1024, NODES).astype(np.float32) / 2
+    for node, kids in enumerate(tree.children):
+        law[node, tree.token_ids[kids[0]] if kids else 0] += 0.5
+    walk = benchmark(oracle.walk, tree, law, Coins([0.25] * NODES, 0.7))
+    assert tree.children[walk.path[-1]] == ()
+    if timed:
+        median = benchmark.stats.stats.median * 1e3
+        print(f"\noracle.walk: {median:.2f} ms, {NODES} nodes, V = 1024, {len(walk.path)} rows")  # noqa: T201
+        assert median <= 5
+
+
+def test_eager_takes_at_most_1_5_softmaxes_of_the_visited_rows(benchmark, timed, threads):
+    batch, logits, coins, visited = served()
+
+    def ours():
+        return verify(batch, logits, T, coins, backend="eager")
+
+    def bound():
+        return torch.softmax(logits[0, visited].float() / T, -1)
+
+    output = benchmark.pedantic(ours, rounds=20, warmup_rounds=5)
+    assert output.accept_index[0, :2].tolist() == visited
+    assert output.accept_token_num.tolist() == [1]
+    if timed:
+        taken, least = take_turns(ours, bound, rounds=200)
+        print(  # noqa: T201
+            f"\neager, {threads} threads: {taken * 1e6:.0f} us against {least * 1e6:.0f} us for a softmax of"
+            f" the {len(visited)} visited rows: ratio {taken / least:.2f}"
+        )
+        assert taken / least <= 1.5
+
+
+@pytest.mark.usefixtures("timed")
+def test_eager_takes_at_most_4_rows_of_extra_memory(benchmark):
+    """By the profiler's ledger of torch's allocations: their running total, in float32 rows."""
+    batch, logits, coins, _ = served()
+    changes = torch_memory(
+        lambda: benchmark.pedantic(verify, (batch, logits, T, coins), {"backend": "eager"})
+    )
+    rows = np.cumsum(changes).max() / (4 * V)
+    print(f"\neager: {rows:.2f} rows of extra memory at its peak")  # noqa: T201
+    assert 1 <= rows <= 4
+
+
+def test_eager_takes_no_more_memory_for_a_larger_tree():
+    """Rows that are not visited cost nothing; the walks below visit two rows each."""
+    peaks = []
+    for nodes in (8, 64):
+        batch = to_verify_input([DraftTree.chain([0, 0] + [1] * (nodes - 2))])
+        logits = torch.zeros(1, nodes, 2**16)
+        logits[:, 0, 0] = 30.0
+        changes = torch_memory(lambda: verify(batch, logits, T, middle_coins(nodes), backend="eager"))  # noqa: B023
+        peaks.append(np.cumsum(changes).max() // 2**18)
+    assert peaks == [1, 1]

@@ -1,0 +1,154 @@
+"""The graph runner's bookkeeping on the CPU, where replay calls the backend on the same static buffers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from treeconv import Coins, DraftTree, InvalidArgument, VerifyInput, draw_coins, to_verify_input, verify
+from treeconv.cuda_graph import CudaGraphRunner
+
+N, V, CAP = 6, 9, 4
+
+
+def runner(**options):
+    made = CudaGraphRunner(
+        options.pop("backend", "reference"),
+        num_draft_tokens=N,
+        vocab_size=V,
+        depth_cap=CAP,
+        batch_sizes=options.pop("batch_sizes", (4, 1, 2)),
+        rows_dtype=torch.float32,
+        device="cpu",
+        **options,
+    )
+    made.capture()
+    return made
+
+
+def random_batch(rng, size, slots):
+    trees = []
+    for _ in range(size):
+        nodes = int(rng.integers(1, slots + 1))
+        parents = (-1, *(int(rng.integers(i)) for i in range(1, nodes)))
+        trees.append(DraftTree(parents, tuple(int(t) for t in rng.permutation(V)[:nodes])))
+    batch = to_verify_input(trees, slots)
+    logits = torch.from_numpy(rng.normal(size=(size, slots, V)).astype(np.float32))
+    temperature = torch.tensor(rng.choice([0.0, 0.3, 1.0, 2.0], size), dtype=torch.float32)
+    drawn = draw_coins(rng.integers(0, 99, size).tolist(), [7] * size, slots)
+    return batch, logits, temperature, Coins(torch.from_numpy(drawn.accept), torch.from_numpy(drawn.final))
+
+
+def test_replay_is_the_plain_call():
+    """Other trees, sizes, rows, temperatures and coins every time, after whatever the last one left."""
+    rng = np.random.default_rng(0)
+    run = runner()
+    for turn in range(60):
+        size, slots = int(rng.integers(1, 5)), int(rng.integers(1, N + 1))
+        batch, logits, temperature, coins = random_batch(rng, size, slots)
+        got = run.replay(batch, logits, temperature, coins)
+        want = verify(batch, logits, temperature, coins, backend="reference", depth_cap=CAP)
+        for name in ("accept_index", "accept_token_num", "predicts", "status"):
+            assert torch.equal(getattr(got, name), getattr(want, name)), (turn, name)
+
+
+def test_bad_row_touches_its_own_request_only():
+    rng = np.random.default_rng(1)
+    run = runner()
+    batch, logits, temperature, coins = random_batch(rng, 3, N)
+    want = run.replay(batch, logits, temperature, coins).tokens
+    logits[1] = float("nan")
+    got = run.replay(batch, logits, temperature, coins)
+    assert got.status.tolist() == [0, 1, 0]
+    assert got.tokens == [want[0], [], want[2]]
+    # The next, smaller batch pads over it.
+    batch, logits, temperature, coins = random_batch(rng, 1, N)
+    assert run.replay(batch, logits, temperature, coins).status.tolist() == [0]
+
+
+def test_coins_are_fresh_and_follow_the_seed():
+    rng = np.random.default_rng(2)
+    batch, logits, temperature, _ = random_batch(rng, 4, N)
+
+    def drawn(seed, replays=20):
+        run = runner(generator=torch.Generator().manual_seed(seed))
+        seen = []
+        for _ in range(replays):
+            run.replay(batch, logits, temperature)
+            seen.append(torch.cat([run.coins.accept.reshape(-1), run.coins.final]))
+        return torch.stack(seen)
+
+    first = drawn(5)
+    assert torch.equal(first, drawn(5))
+    assert not torch.equal(first, drawn(6))
+    assert ((first >= 0) & (first < 1)).all()
+    assert len(torch.unique(first, dim=0)) == len(first)
+    assert torch.unique(first).numel() > 0.99 * first.numel()
+
+
+def test_model_writes_to_the_static_rows():
+    rng = np.random.default_rng(3)
+    room = torch.zeros((4, N, V))
+    run = runner(rows=room)
+    batch, logits, temperature, coins = random_batch(rng, 2, N)
+    room[:2] = logits
+    got = run.replay(batch, temperature=temperature, coins=coins)
+    assert got.tokens == verify(batch, logits, temperature, coins, backend="reference", depth_cap=CAP).tokens
+
+
+def test_probabilities():
+    rng = np.random.default_rng(4)
+    run = runner(interface="probs")
+    batch, logits, _, coins = random_batch(rng, 2, N)
+    probs = logits.softmax(-1)
+    want = verify(batch, logits, 1.0, coins, backend="reference", depth_cap=CAP)
+    assert run.replay(batch, probs, coins=coins).tokens == want.tokens
+
+
+def test_eligibility_compares_requests_with_requests():
+    """B63: 2 requests of 5 nodes in graphs captured up to batch 4."""
+    run = runner(batch_sizes=(4,))
+    batch = to_verify_input([DraftTree.chain(range(5))] * 2)
+    assert run.can_run(batch)
+    assert run.bucket(2) == 4
+    assert not run.can_run(to_verify_input([DraftTree((-1,), (0,))] * 5))
+    assert not run.can_run(batch, depth_cap=CAP + 1)
+    assert not run.can_run(batch, torch.zeros((2, 5, V + 1)))
+
+
+def test_refuses_what_was_not_captured():
+    rng = np.random.default_rng(5)
+    run = runner()
+    batch, logits, temperature, coins = random_batch(rng, 2, N)
+    wide = to_verify_input([DraftTree((-1,), (0,))], N + 1)
+    many = to_verify_input([DraftTree((-1,), (0,))] * 5)
+    with pytest.raises(InvalidArgument, match="batch_size=5, but must be <= 4"):
+        run.replay(many, temperature=1.0)
+    with pytest.raises(InvalidArgument, match=f"num_draft_tokens={N + 1}, but must be <= {N}"):
+        run.replay(wide, temperature=1.0)
+    with pytest.raises(InvalidArgument, match="vocab_size=10, but must be 9"):
+        run.replay(batch, torch.zeros((2, N, V + 1)), temperature)
+    with pytest.raises(InvalidArgument, match=r"rows.dtype=torch.float16, but must be torch.float32"):
+        run.replay(batch, logits.half(), temperature)
+    with pytest.raises(InvalidArgument, match="depth_cap=9, but must be 4"):
+        run.replay(batch, logits, temperature, depth_cap=9)
+    with pytest.raises(InvalidArgument, match="temperature=None"):
+        run.replay(batch, logits)
+    with pytest.raises(InvalidArgument, match="must be <= 4"):
+        run.replay(VerifyInput(**{k: v.repeat_interleave(3, 0) for k, v in vars(batch).items()}), logits)
+    idle = CudaGraphRunner("reference", num_draft_tokens=N, vocab_size=V, depth_cap=CAP, device="cpu")
+    with pytest.raises(InvalidArgument, match="must be captured first"):
+        idle.replay(batch, logits.bfloat16(), temperature, coins)
+
+
+def test_refuses_bad_settings():
+    sizes = {"num_draft_tokens": N, "vocab_size": V, "depth_cap": CAP, "device": "cpu"}
+    with pytest.raises(InvalidArgument, match="batch_sizes=0, but must be an integer >= 1"):
+        CudaGraphRunner("reference", **sizes, batch_sizes=(0,))
+    with pytest.raises(InvalidArgument, match=r"batch_sizes=\(\)"):
+        CudaGraphRunner("reference", **sizes, batch_sizes=())
+    with pytest.raises(InvalidArgument, match="interface='rows'"):
+        CudaGraphRunner("reference", **sizes, interface="rows")
+    with pytest.raises(InvalidArgument, match=r"rows is \(1, 2, 3\)"):
+        CudaGraphRunner("reference", **sizes, rows=torch.zeros((1, 2, 3)))

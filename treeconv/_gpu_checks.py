@@ -1,0 +1,436 @@
+"""The checks behind :mod:`treeconv.gpu_laws`; each returns how many decisions it judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from treeconv._scale import BAND, WideBatch, float64_law, float64_walk, random_batch, random_trees
+from treeconv.backends.registry import get_backend
+from treeconv.convert import to_verify_input
+from treeconv.cuda_graph import CudaGraphRunner
+from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.judge import Violation
+from treeconv.tree import Coins, DraftTree, RowStatus, VerifyInput, VerifyOutput
+
+if TYPE_CHECKING:
+    from treeconv.backends.base import Backend
+
+_OUTPUTS = ("accept_index", "accept_token_num", "predicts", "status")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a run judges. The defaults are the full laws, for a GPU.
+
+    Args:
+        trees: random trees of the agreement laws.
+
+        chunk: of them per launch; 1024 is the most that the Triton sampler takes.
+
+        replays: of each captured graph.
+
+        vocab: of the graph laws, and of some of the agreement's batches: large enough that a sampler may cut
+            a row up.
+
+        wide_batch, wide_slots, wide_vocab: the full-size calls.
+
+        offset_shapes: ``(B, N, V)`` whose rows pass 2**31 and 2**32 elements.
+    """
+
+    trees: int = 102_400
+    chunk: int = 1024
+    replays: int = 300
+    vocab: int = 5000
+    wide_batch: int = 128
+    wide_slots: int = 64
+    wide_vocab: int = 163_840
+    offset_shapes: tuple[tuple[int, int, int], ...] = ((210, 64, 163_840), (430, 64, 163_840))
+
+    @classmethod
+    def small(cls) -> Sizes:
+        """For the CPU: every law, none of the width."""
+        return cls(
+            trees=400,
+            chunk=200,
+            replays=25,
+            vocab=300,
+            wide_batch=12,
+            wide_slots=8,
+            wide_vocab=400,
+            offset_shapes=((9, 4, 50),),
+        )
+
+
+def fresh(backend: Backend) -> Backend:
+    """The backend with nothing left in its buffers, where it can say how."""
+    return backend.fresh() if hasattr(backend, "fresh") else backend
+
+
+def verify_wide(backend: Backend, wide: WideBatch, depth_cap: int) -> VerifyOutput:
+    if backend.traits.takes_logits:
+        return backend.verify(wide.batch, wide.logits, wide.temperature, wide.coins, depth_cap)
+    law = float64_law(wide.logits, wide.temperature).float()
+    return backend.verify_probs(wide.batch, law, wide.coins, depth_cap)
+
+
+def hold_outputs(
+    got: VerifyOutput, want: VerifyOutput, what: str, requests: torch.Tensor | None = None
+) -> None:
+    """Raise where two outputs differ, in one of the requests if only some count."""
+    B = len(want.status)
+    for name in _OUTPUTS:
+        left, right = (getattr(output, name).reshape(B, -1) for output in (got, want))
+        differs = (left != right).any(dim=1)
+        if requests is not None:
+            differs &= requests
+        if bool(differs.any()):
+            first = int(differs.int().argmax())
+            raise Violation(
+                first,
+                f"{what}: {name} {left[first].tolist()[:16]}",
+                f"{right[first].tolist()[:16]}, as without that",
+                f"{int(differs.sum())} of {B} requests differ",
+            )
+
+
+def float64_agreement(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+    """Decisions of ``sizes.trees`` random trees against the float64 walk, some over the larger vocabulary."""
+    slots, cap = 12, 9
+    few = max(1, sizes.chunk // 8)
+    batches = [(sizes.chunk, 64)] * -(-sizes.trees // sizes.chunk) + [(few, sizes.vocab)] * 12
+    judged = left_out = expected = 0
+    for count, vocab in batches:
+        wide = random_batch(rng, count, slots, vocab, device)
+        walk = float64_walk(wide.batch, float64_law(wide.logits, wide.temperature), wide.coins, cap)
+        output = verify_wide(fresh(backend), wide, cap)
+        wrong, inside = walk.disagreements(output, slots)
+        judged += count
+        left_out += int(inside.sum())
+        # A coin meets the band of one of V boundaries, and of those of the nodes on its way.
+        expected += int(count * (0.02 + 2 * BAND * vocab))
+        if bool(wrong.any()):
+            first = int(wrong.int().argmax())
+            nodes = walk.nodes[first]
+            raise Violation(
+                first,
+                f"flat indices {output.accept_index[first].tolist()}, tokens {output.tokens[first]}",
+                f"nodes {nodes[nodes >= 0].tolist()}, then {int(walk.bonus[first])}",
+                f"{int(wrong.sum())} of {count} requests over {vocab} tokens; the nearest boundary is"
+                f" {float(walk.margin[first]):.3g} away from the coin",
+            )
+    if left_out > expected + 5:
+        raise Violation(
+            0, f"{left_out} of {judged} trees inside the band", f"{expected}, as a band so wide leaves out"
+        )
+    return judged - left_out
+
+
+def sgl_agreement(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+    """``accept_index`` of a backend and of the raw sgl_kernel, outside the band."""
+    try:
+        theirs = get_backend("sgl-raw")
+    except BackendUnavailable:
+        return 0
+    if device.type not in theirs.traits.devices:
+        return 0
+    judged = 0
+    slots, vocab, cap = 12, 64, 9
+    for _ in range(0, sizes.trees, sizes.chunk):
+        wide = random_batch(rng, sizes.chunk, slots, vocab, device)
+        walk = float64_walk(wide.batch, float64_law(wide.logits, wide.temperature), wide.coins, cap)
+        mine = verify_wide(fresh(backend), wide, cap)
+        other = verify_wide(fresh(theirs), wide, cap)
+        clear = walk.disagreements(mine, slots)[1].logical_not()
+        differs = (mine.accept_index != other.accept_index).any(dim=1) & clear
+        if bool(differs.any()):
+            first = int(differs.int().argmax())
+            raise Violation(
+                first,
+                f"accept_index {mine.accept_index[first].tolist()}",
+                f"{other.accept_index[first].tolist()}, as sgl_kernel",
+                f"{int(differs.sum())} of {sizes.chunk} requests",
+            )
+        judged += int(clear.sum())
+    return judged
+
+
+def _runner(
+    backend: Backend,
+    device: torch.device,
+    slots: int,
+    vocab: int,
+    generator: torch.Generator | None = None,
+) -> CudaGraphRunner:
+    made = CudaGraphRunner(
+        backend,
+        num_draft_tokens=slots,
+        vocab_size=vocab,
+        depth_cap=6,
+        batch_sizes=(1, 4, 16),
+        rows_dtype=torch.float32,
+        interface="logits" if backend.traits.takes_logits else "probs",
+        device=device,
+        generator=generator,
+    )
+    made.capture()
+    return made
+
+
+def _replay(runner: CudaGraphRunner, wide: WideBatch, coins: Coins | None) -> VerifyOutput:
+    if runner.backend.traits.takes_logits:
+        return runner.replay(wide.batch, wide.logits, wide.temperature, coins)
+    return runner.replay(wide.batch, float64_law(wide.logits, wide.temperature).float(), coins=coins)
+
+
+def graph_replay(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+    """Replays against plain calls; every tenth batch has one request of unusable rows."""
+    slots, vocab = 12, sizes.vocab
+    runner = _runner(backend, device, slots, vocab)
+    judged = 0
+    for turn in range(sizes.replays):
+        count, width = int(rng.integers(1, 17)), int(rng.integers(1, slots + 1))
+        wide = random_batch(rng, count, width, vocab, device)
+        before = None
+        if turn % 10 == 9 and count > 1 and backend.traits.reports_status:
+            before = verify_wide(fresh(backend), wide, runner.depth_cap)
+            wide.logits[turn % count, 0] = (torch.nan, torch.inf, -torch.inf)[turn // 10 % 3]
+        got = _replay(runner, wide, wide.coins)
+        want = verify_wide(fresh(backend), wide, runner.depth_cap)
+        hold_outputs(got, want, f"replay {turn} ({count} requests of {width} slots)")
+        judged += count
+        if before is not None:
+            others = torch.arange(count, device=device) != turn % count
+            hold_outputs(got, before, f"replay {turn}, beside a request of unusable rows", others)
+            if int(got.status[turn % count]) == RowStatus.OK:
+                raise Violation(turn % count, "status OK for an unusable root row", "NAN, POS_INF or EMPTY")
+    return judged
+
+
+def graph_coins(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+    """Coins of successive replays: in [0, 1), never twice the same, uncorrelated, reproducible."""
+    slots, vocab = 8, 40
+    wide = random_batch(rng, 16, slots, vocab, device)
+
+    def drawn(seed: int) -> torch.Tensor:
+        runner = _runner(backend, device, slots, vocab, torch.Generator(device).manual_seed(seed))
+        seen: list[torch.Tensor] = []
+        for _ in range(sizes.replays):
+            got = _replay(runner, wide, None)
+            coins = Coins(runner.coins.accept.clone(), runner.coins.final.clone())
+            # The coins that the runner shows are those that decided.
+            if len(seen) % 25 == 0:
+                hold_outputs(
+                    got,
+                    verify_wide(fresh(backend), replace(wide, coins=coins), runner.depth_cap),
+                    "the replay's coins",
+                )
+            seen.append(torch.cat([coins.accept, coins.final[:, None]], dim=1).reshape(-1))
+        return torch.stack(seen)
+
+    coins = drawn(11)
+    if bool(((coins < 0) | (coins >= 1)).any()):
+        raise Violation(0, "a coin outside [0, 1)", "coins in [0, 1)")
+    if len(torch.unique(coins, dim=0)) < len(coins):
+        raise Violation(0, "two replays drew the same coins", f"{len(coins)} different draws")
+    # Each of the three is within 6.5 standard deviations unless the coins are not fresh: 1 in 10**10.
+    z = (coins.double() - 0.5) * 12**0.5
+    count = z.numel()
+    figures = {
+        "mean": float(z.mean()) * count**0.5,
+        "between replays": float((z[1:] * z[:-1]).mean()) * (count - z.shape[1]) ** 0.5,
+        "between neighbours": float((z[:, 1:] * z[:, :-1]).mean()) * (count - len(z)) ** 0.5,
+    }
+    for what, deviations in figures.items():
+        if abs(deviations) > 6.5:
+            raise Violation(
+                0, f"{what}: {deviations:+.1f} standard deviations", "within 6.5, as fresh coins are"
+            )
+    if not torch.equal(coins, drawn(11)):
+        raise Violation(0, "the same seed drew other coins", "the same sequence")
+    return sizes.replays
+
+
+def _poison_memory(device: torch.device) -> None:
+    """Fill freed memory with NaN patterns, so that whatever is allocated next holds them."""
+    blocks = [
+        torch.full((size,), torch.nan, device=device)
+        for size in (128, 1 << 12, 1 << 16, 1 << 20, 1 << 24 if device.type == "cuda" else 1 << 20)
+        for _ in range(8)
+    ]
+    del blocks
+
+
+def poisoned_buffers(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+    """The same call after memory, outputs and padding were filled with rubbish."""
+    slots, vocab, judged = 12, sizes.vocab, 0
+    for _ in range(max(4, sizes.replays // 15)):
+        wide = random_batch(rng, 24, slots, vocab, device)
+        want = verify_wide(fresh(backend), wide, 6)
+        coins = Coins(wide.coins.accept.clone(), wide.coins.final)
+        rubbish = replace(wide, logits=wide.logits.clone(), coins=coins)
+        size = (
+            (wide.batch.retrieve_next_token >= 0).sum(1) + (wide.batch.retrieve_next_sibling >= 0).sum(1) + 1
+        )
+        padding = torch.arange(slots, device=device) >= size[:, None]
+        rubbish.logits[padding] = torch.nan
+        coins.accept[padding] = 0.125
+        # Another call leaves its own results and scratch behind; then the allocator's memory is poisoned.
+        verify_wide(backend, random_batch(rng, 24, slots, vocab, device), 6)
+        _poison_memory(device)
+        hold_outputs(verify_wide(backend, rubbish, 6), want, "after poisoning")
+        judged += 24
+        if device.type == "cpu" or backend.traits.graph_safe:
+            runner = _runner(backend, device, slots, vocab)
+            for tensor in vars(runner._output).values():  # noqa: SLF001
+                tensor.fill_(0x5A5A5A)
+            runner.rows.fill_(torch.nan)
+            few = rubbish.take(range(5))
+            got = _replay(runner, few, few.coins)
+            hold_outputs(
+                got, verify_wide(fresh(backend), few, 6), "in a graph, over poisoned outputs and rows"
+            )
+            judged += 5
+    return judged
+
+
+def _peaked(
+    rng: np.random.Generator, B: int, N: int, V: int, device: torch.device
+) -> tuple[VerifyInput, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Trees, the one token each row has its mass on ``[B, N]``, and the path and bonus that follow."""
+    parents, tokens, sizes = random_trees(rng, B, N, V)
+    peaks = rng.integers(0, V, (B, N))
+    for node in range(N - 1, 0, -1):  # some rows peak at a child: the lowest such node stands
+        follow = (rng.random(B) < 0.7) & (parents[:, node] >= 0)
+        peaks[follow, parents[follow, node]] = tokens[follow, node]
+    path, bonus = np.full((B, N), -1), np.zeros(B, np.int64)
+    for b in range(B):
+        node, length = 0, 0
+        while node >= 0:
+            path[b, length] = node
+            bonus[b] = peaks[b, node]
+            kids = np.flatnonzero(
+                (parents[b] == node) & (tokens[b] == peaks[b, node]) & (np.arange(N) < sizes[b])
+            )
+            node, length = (int(kids[0]) if kids.size else -1), length + 1
+    trees = [DraftTree(tuple(p[:n].tolist()), tuple(t[:n].tolist())) for p, t, n in zip(parents, tokens, sizes, strict=True)]  # noqa: E501  # fmt: skip
+    put = [torch.from_numpy(array).to(device) for array in (peaks, path, bonus)]
+    return to_verify_input(trees, N, device=device), put[0], put[1], put[2]
+
+
+def large_offsets(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+    """All of each row's mass on one token, another in every row: a wrong offset reads another row's token."""
+    judged = 0
+    for B, N, V in sizes.offset_shapes:
+        takes_probs = hasattr(backend, "kernels")  # sgl: its softmax would need the memory three times over
+        element = 8 if takes_probs else 2
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info(device)[0] < B * N * V * element * 1.15 + 2**30:
+                continue
+        if backend.name == "sgl" and B * N * V >= 2**32:
+            batch = to_verify_input([DraftTree((-1,), (0,))] * B, N, device=device)
+            rows = torch.empty(1, device=device).expand(B, N, V)
+            coins = Coins(torch.zeros((B, N), device=device), torch.zeros(B, device=device))
+            try:
+                backend.verify_probs(batch, rows, coins, 2)
+            except InvalidArgument:
+                judged += 1
+                continue
+            raise Violation(0, f"{B} x {N} x {V} was taken", "InvalidArgument: the kernel's offsets wrap")
+        batch, peaks, path, bonus = _peaked(rng, B, N, V, device)
+        coins = Coins(torch.full((B, N), 0.5, device=device), torch.full((B,), 0.5, device=device))
+        if takes_probs:
+            rows = torch.zeros((B, N, V), device=device)
+            rows.scatter_(2, peaks[:, :, None], 1.0)
+            output = fresh(backend).verify_probs(batch, rows, coins, N)
+        else:
+            rows = torch.full((B, N, V), -60.0, dtype=torch.bfloat16, device=device)
+            rows.scatter_(2, peaks[:, :, None], 60.0)
+            temperature = torch.tensor([1.0, 0.0], device=device).repeat(B)[:B].contiguous()
+            output = backend.verify(batch, rows, temperature, coins, N)
+        del rows
+        flat = torch.where(path >= 0, path + N * torch.arange(B, device=device)[:, None], -1)
+        length = (path >= 0).sum(1)
+        drawn = output.predicts.long()[flat.gather(1, length[:, None] - 1)[:, 0]]
+        differs = (output.accept_index.long() != flat).any(1) | (drawn != bonus)
+        if bool(differs.any()):
+            first = int(differs.int().argmax())
+            raise Violation(
+                first,
+                f"flat indices {output.accept_index[first].tolist()[: int(length[first]) + 1]}, then token"
+                f" {int(drawn[first])}",
+                f"{flat[first, : int(length[first])].tolist()}, then {int(bonus[first])}",
+                f"{int(differs.sum())} of {B} requests of {N} x {V}, from request {first} on; its rows"
+                f" start at element {first * N * V}",
+            )
+        judged += B
+    return judged
+
+
+def covered_support(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+    """Every token of a small vocabulary is a child of the root, and the coin is the last one below 1."""
+    judged = 0
+    for vocab in (3, 5, 8, 16):
+        count = sizes.chunk
+        tree = DraftTree((-1, *[0] * vocab), (0, *rng.permutation(vocab).tolist()))
+        wide = random_batch(rng, count, 1, vocab, device, temperatures=(0.5, 1.0, 2.0))
+        logits = wide.logits.repeat(1, vocab + 1, 1)
+        coins = Coins(torch.full((count, vocab + 1), 1 - 2.0**-24, device=device), wide.coins.final)
+        batch = to_verify_input([tree] * count, device=device)
+        output = verify_wide(fresh(backend), WideBatch(batch, logits, wide.temperature, coins), 2)
+        none = output.accept_token_num < 1
+        if bool(none.any()):
+            first = int(none.int().argmax())
+            raise Violation(
+                first,
+                f"no child accepted, token {output.tokens[first]} drawn from an empty residual",
+                "the last child of positive mass accepted: nothing else has mass",
+                f"{int(none.sum())} of {count} rows of {vocab} tokens",
+            )
+        judged += count
+    return judged
+
+
+def wide_invariance(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+    """Decisions of single requests at full width: in the large batch, in a sixteenth, alone, reversed."""
+    B, N, V = sizes.wide_batch, sizes.wide_slots, sizes.wide_vocab
+    wide = random_batch(
+        rng, B, N, V, device, dtype=torch.bfloat16, temperatures=(0.0, 0.3, 0.8, 1.0), favoured=22.0
+    )
+    # More requests than the device has room for at several programs each: what that leaves behind in a
+    # backend's buffers must not reach the calls that follow.
+    verify_wide(backend, random_batch(rng, 5 * B, 2, V, device, dtype=torch.bfloat16), 2)
+    together = verify_wide(backend, wide, 12)
+    judged = 0
+    order = torch.arange(B - 1, -1, -1, device=device)
+    groups = [order, torch.arange(min(16, B), device=device), torch.arange(2, min(6, B), device=device)]
+    groups += [torch.tensor([b], device=device) for b in (0, B // 2, B - 1)]
+    for group in groups:
+        output = verify_wide(backend, wide.take(group), 12)
+        base = (N * (group - torch.arange(len(group), device=device)))[:, None]
+        moved = torch.where(output.accept_index >= 0, output.accept_index + base.int(), -1)
+        want = VerifyOutput(
+            together.accept_index[group],
+            together.accept_token_num[group],
+            together.predicts.view(B, N)[group].reshape(-1),
+            together.status[group],
+        )
+        hold_outputs(replace(output, accept_index=moved), want, f"in a batch of {len(group)}")
+        judged += len(group)
+    return judged
+
+
+def wide_determinism(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+    """One large call, twenty times."""
+    wide = random_batch(
+        rng, 16, sizes.wide_slots, sizes.wide_vocab, device, dtype=torch.bfloat16, favoured=14.0
+    )
+    first = verify_wide(fresh(backend), wide, 12)
+    first = VerifyOutput(*(getattr(first, field.name).clone() for field in fields(first)))
+    for repeat in range(19):
+        hold_outputs(verify_wide(fresh(backend), wide, 12), first, f"call {repeat + 2}")
+    return 19

@@ -1,0 +1,335 @@
+"""One verification call captured as CUDA graphs, replayed on changing trees, logits, temperatures and coins.
+
+**Static** (fixed when the runner is made): the backend, the interface (logits or probabilities), N slots, V,
+the depth cap, the rows' dtype, the device, the generator, and the largest batch. The runner owns one set of
+input and output buffers of that size; every graph works on the first rows of them.
+
+**Free in every replay**: the trees and their sizes (up to N slots), rows, temperatures (0 included), coins,
+and the batch size. A batch runs in the smallest captured bucket that holds it; the requests between are
+made single roots, and no result of theirs is handed out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from treeconv._validate import check_coins, check_int, check_rows, check_temperature, check_verify_input
+from treeconv.backends.registry import get_backend
+from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.tree import Coins, VerifyInput, VerifyOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from treeconv.backends.base import Backend
+
+__all__ = ["CudaGraphRunner"]
+
+_POINTERS = ("retrieve_next_token", "retrieve_next_sibling")
+
+
+class CudaGraphRunner:
+    """Captures a backend once per batch bucket and replays it.
+
+        runner = CudaGraphRunner("triton", num_draft_tokens=64, vocab_size=163840, depth_cap=16,
+                                 batch_sizes=(1, 4, 16, 64), generator=generator)
+        runner.capture()
+        ...
+        runner.rows[:batch_size].copy_(logits)          # or let the model write there: no copy
+        output = runner.replay(batch, temperature=temperature)
+
+    Args:
+        backend: a name or an object; on CUDA it must be ``graph_safe`` (never waits for the device).
+
+        num_draft_tokens: N, slots per tree.
+
+        vocab_size: V.
+
+        depth_cap: accept slots per request, root included.
+
+        batch_sizes: the buckets; a smaller batch runs in the next one up.
+
+        rows_dtype: dtype of the logits; probabilities are float32.
+
+        interface: "logits", or "probs" for a backend that is handed the law itself.
+
+        device: a CUDA device. On the CPU there are no graphs: ``replay`` calls the backend on the same
+            static buffers, which is how the bookkeeping is tested without a GPU.
+
+        generator: draws the coins where a replay is given none, inside the graph: its state is registered
+            with each graph, so that every replay draws fresh ones and a seed reproduces the sequence.
+            Default: a new generator, seeded at random.
+
+        rows: ``[max(batch_sizes), N, V]`` to use as the static rows, where the model already writes there.
+
+    Raises:
+        InvalidArgument: sizes below 1, a backend that waits for the device, one without this interface, or
+            ``rows`` that do not fit.
+        BackendUnavailable: the backend, or a CUDA device, is not here.
+    """
+
+    def __init__(
+        self,
+        backend: str | Backend,
+        *,
+        num_draft_tokens: int,
+        vocab_size: int,
+        depth_cap: int,
+        batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128),
+        rows_dtype: torch.dtype = torch.bfloat16,
+        interface: Literal["logits", "probs"] = "logits",
+        device: torch.device | str = "cuda",
+        generator: torch.Generator | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        self.num_draft_tokens = check_int(num_draft_tokens, "num_draft_tokens", 1)
+        self.vocab_size = check_int(vocab_size, "vocab_size", 1)
+        self.depth_cap = check_int(depth_cap, "depth_cap", 1)
+        self.batch_sizes = tuple(sorted({check_int(size, "batch_sizes", 1) for size in batch_sizes}))
+        if not self.batch_sizes:
+            raise InvalidArgument("batch_sizes=(), but must hold at least one size")
+        self.backend = get_backend(backend)
+        self.device = torch.device(device)
+        if interface not in ("logits", "probs"):
+            raise InvalidArgument(f"interface={interface!r}, but must be 'logits' or 'probs'")
+        self._takes_probs = interface == "probs"
+        traits = self.backend.traits
+        if not (traits.takes_probs if self._takes_probs else traits.takes_logits):
+            raise InvalidArgument(
+                f"interface={interface!r}, but backend {self.backend.name!r} does not take that"
+            )
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise BackendUnavailable(f"device={self.device}, but no CUDA device is here")
+            self.device = torch.empty(0, device=self.device).device  # with its index
+            if not traits.graph_safe:
+                raise InvalidArgument(
+                    f"backend={self.backend.name!r}, but must be graph_safe: it waits for the device, which"
+                    " no graph can hold"
+                )
+        if generator is None:
+            generator = torch.Generator(device=self.device)
+            generator.seed()
+        self._generator = generator
+        self._allocate(torch.float32 if self._takes_probs else rows_dtype, rows)
+        self._accepts_out = "out" in inspect.signature(self._method).parameters
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
+
+    @property
+    def _method(self) -> Callable[..., VerifyOutput]:
+        return self.backend.verify_probs if self._takes_probs else self.backend.verify
+
+    def _allocate(self, rows_dtype: torch.dtype, rows: torch.Tensor | None) -> None:
+        B, N, V = self.batch_sizes[-1], self.num_draft_tokens, self.vocab_size
+        if rows is None:
+            rows = torch.zeros((B, N, V), dtype=rows_dtype, device=self.device)
+        elif tuple(rows.shape) != (B, N, V) or rows.dtype != rows_dtype or rows.device != self.device:
+            raise InvalidArgument(
+                f"rows is {tuple(rows.shape)} {rows.dtype} on {rows.device}, but must be {(B, N, V)}"
+                f" {rows_dtype} on {self.device}"
+            )
+
+        def integers(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self.device)
+
+        self.rows = rows
+        self.temperature = torch.ones(B, device=self.device)
+        # One tensor, so that a replay draws all its coins in one launch; [:, 0] are the final ones.
+        self._draws = torch.full((B, N + 1), 0.5, device=self.device)
+        self._trees = VerifyInput(
+            candidates=integers(B, N),
+            retrieve_index=torch.arange(B * N, device=self.device).view(B, N),
+            retrieve_next_token=integers(B, N, value=-1),
+            retrieve_next_sibling=integers(B, N, value=-1),
+            positions=integers(B, N),
+            prefix_lens=integers(B),
+        )
+        self._output = VerifyOutput(
+            accept_index=integers(B, self.depth_cap, value=-1, dtype=torch.int32),
+            accept_token_num=integers(B, dtype=torch.int32),
+            predicts=integers(B * N, value=-1, dtype=torch.int32),
+            status=integers(B, dtype=torch.int32),
+        )
+        self._coins = Coins(integers(B, N).float(), integers(B).float())
+
+    @property
+    def coins(self) -> Coins:
+        """The coins of the last replay, static tensors: ``[max(batch_sizes), N]``, ``[max(batch_sizes)]``."""
+        return self._coins
+
+    def bucket(self, batch_size: int) -> int | None:
+        """The captured batch size that a batch of this size runs in, or None if it is too large."""
+        return next((size for size in self.batch_sizes if size >= batch_size), None)
+
+    def can_run(
+        self, batch: VerifyInput, rows: torch.Tensor | None = None, depth_cap: int | None = None
+    ) -> bool:
+        """Whether :meth:`replay` takes this batch.
+
+        No more requests or slots than captured; the same V, dtype, device and depth cap. Compares requests
+        with requests: a batch of 2 trees of 5 nodes needs a bucket of 2, not of 10.
+        """
+        return self._why_not(batch, rows, depth_cap) is None
+
+    def _why_not(self, batch: VerifyInput, rows: torch.Tensor | None, depth_cap: int | None) -> str | None:
+        B, N = batch.candidates.shape
+        if self.bucket(B) is None:
+            return f"batch_size={B}, but must be <= {self.batch_sizes[-1]}, the largest captured"
+        if self.num_draft_tokens < N:
+            return f"num_draft_tokens={N}, but must be <= {self.num_draft_tokens}, as captured"
+        if batch.device != self.device:
+            return f"device={batch.device}, but must be {self.device}, as captured"
+        if depth_cap is not None and depth_cap != self.depth_cap:
+            return f"depth_cap={depth_cap}, but must be {self.depth_cap}, as captured"
+        if rows is not None and rows.shape[-1] != self.vocab_size:
+            return f"vocab_size={rows.shape[-1]}, but must be {self.vocab_size}, as captured"
+        if rows is not None and rows.dtype != self.rows.dtype:
+            return f"rows.dtype={rows.dtype}, but must be {self.rows.dtype}, as captured"
+        return None
+
+    def _call(self, size: int, *, draws: bool) -> None:
+        """What a graph holds: the coins, if it draws them, and the backend on the first ``size`` requests."""
+        N = self.num_draft_tokens
+        if draws:
+            self._draws[:size].uniform_(generator=self._generator)
+            self._coins.accept[:size].copy_(self._draws[:size, 1:])
+            self._coins.final[:size].copy_(self._draws[:size, 0])
+        names = self._trees.__dataclass_fields__
+        batch = VerifyInput(**{name: getattr(self._trees, name)[:size] for name in names})
+        coins = Coins(self._coins.accept[:size], self._coins.final[:size])
+        out = self._sliced_output(size, N)
+        rows = (self.rows[:size],) if self._takes_probs else (self.rows[:size], self.temperature[:size])
+        options = {"out": out} if self._accepts_out else {}
+        result = self._method(batch, *rows, coins, self.depth_cap, **options)
+        for name in VerifyOutput.__dataclass_fields__:
+            source, target = getattr(result, name), getattr(out, name)
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+
+    def _sliced_output(self, size: int, slots: int) -> VerifyOutput:
+        output = self._output
+        return VerifyOutput(
+            accept_index=output.accept_index[:size],
+            accept_token_num=output.accept_token_num[:size],
+            predicts=output.predicts[: size * slots],
+            status=output.status[:size],
+        )
+
+    def capture(self) -> None:
+        """Capture every bucket, twice: with coins drawn inside, and with coins as given.
+
+        Each is run once outside the capture first, which compiles kernels and lays out scratch; the
+        generator is left as it was found. Call it once, with nothing else running on the device.
+        """
+        if self.device.type != "cuda":
+            for size in self.batch_sizes:
+                for draws in (False, True):
+                    self._graphs[size, draws] = partial(self._call, size, draws=draws)
+            return
+        state = self._generator.get_state()
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        pool = None
+        # The largest first: the others fit into the memory it laid out.
+        for size in reversed(self.batch_sizes):
+            for draws in (False, True):
+                stream.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(stream):
+                    self._call(size, draws=draws)
+                torch.cuda.current_stream(self.device).wait_stream(stream)
+                torch.cuda.synchronize(self.device)
+                graph = torch.cuda.CUDAGraph()
+                if draws:
+                    graph.register_generator_state(self._generator)
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    self._call(size, draws=draws)
+                pool = graph.pool()
+                self._graphs[size, draws] = graph.replay
+        self._generator.set_state(state)
+        torch.cuda.synchronize(self.device)
+
+    def replay(
+        self,
+        batch: VerifyInput,
+        rows: torch.Tensor | None = None,
+        temperature: Any = None,
+        coins: Coins | None = None,
+        depth_cap: int | None = None,
+    ) -> VerifyOutput:
+        """Verify a batch by replaying the graph of its bucket. Never waits for the device.
+
+        Args:
+            batch: ``[B, N']`` with B up to the largest bucket and N' up to the captured N.
+
+            rows: ``[B, N', V]`` of the captured dtype, copied into the static rows; None where the model
+                wrote to ``runner.rows`` itself.
+
+            temperature: a scalar or ``[B]``; needed for the logits interface.
+
+            coins: given ones, copied in; None draws fresh ones inside the graph.
+
+            depth_cap: must be the captured one, if given.
+
+        Returns:
+            The result for B requests. ``accept_index`` and ``predicts`` are laid out for the batch's own
+            N'. The tensors belong to the runner where N' is the captured N: the next replay overwrites
+            them, clone what is to be kept.
+
+        Raises:
+            InvalidArgument: a batch that :meth:`can_run` refuses, or was not captured; bad rows,
+                temperatures or coins.
+        """
+        check_verify_input(batch)
+        reason = self._why_not(batch, rows, depth_cap)
+        if reason is not None:
+            raise InvalidArgument(reason)
+        B, slots = batch.candidates.shape
+        size = self.bucket(B)
+        if size is None or (size, coins is None) not in self._graphs:
+            raise InvalidArgument("the runner replays nothing yet, but must be captured first: capture()")
+        if not self._takes_probs:
+            if temperature is None:
+                raise InvalidArgument("temperature=None, but must be a number or one per request")
+            self.temperature[:B].copy_(check_temperature(temperature, batch))
+        if rows is not None:
+            dtype = str(self.rows.dtype).removeprefix("torch.")
+            checked = check_rows(rows, "target_probs" if self._takes_probs else "logits", batch, (dtype,))
+            self.rows[:B, :slots].copy_(checked)
+        if coins is not None:
+            coins = check_coins(coins, batch)
+            self._coins.accept[:B, :slots].copy_(coins.accept)
+            self._coins.final[:B].copy_(coins.final)
+        self._load(batch, size)
+        self._graphs[size, coins is None]()
+        return self._result(B, slots)
+
+    def _load(self, batch: VerifyInput, size: int) -> None:
+        """The trees into the static buffers; what an earlier replay left behind them is cut off."""
+        B, slots = batch.candidates.shape
+        self._trees.candidates[:B, :slots].copy_(batch.candidates)
+        self._trees.positions[:B, :slots].copy_(batch.positions)
+        self._trees.prefix_lens[:B].copy_(batch.prefix_lens)
+        for name in _POINTERS:
+            static = getattr(self._trees, name)
+            static[:B, :slots].copy_(getattr(batch, name))
+            if slots < self.num_draft_tokens:
+                static[:B, slots:].fill_(-1)
+            if size > B:
+                static[B:size].fill_(-1)
+        if size > B:
+            self._trees.positions[B:size].zero_()
+            self._trees.prefix_lens[B:size].zero_()
+
+    def _result(self, B: int, slots: int) -> VerifyOutput:
+        N = self.num_draft_tokens
+        out = self._sliced_output(B, N)
+        if slots == N:
+            return out
+        # Flat indices count the captured slots; the caller counts its own.
+        accepted = out.accept_index
+        renumbered = torch.where(accepted >= 0, accepted - accepted // N * (N - slots), -1)
+        predicts = out.predicts.view(B, N)[:, :slots].reshape(-1)
+        return VerifyOutput(renumbered, out.accept_token_num, predicts, out.status)

@@ -1,0 +1,72 @@
+"""How a launch of :mod:`.verify_tree` is cut up, from shapes and the device alone, and its scratch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+__all__ = [
+    "JUMP_LIMIT",
+    "MAX_BATCH",
+    "MAX_CHUNKS",
+    "MAX_NODES",
+    "MAX_VOCAB",
+    "REGISTERS",
+    "WARPS_PER_SM",
+    "Workspace",
+    "chunk_size",
+    "programs_per_request",
+    "vector_size",
+    "warps_per_program",
+]
+
+MAX_BATCH = 1024
+MAX_NODES = 1024
+MAX_VOCAB = 262144
+
+MAX_CHUNKS = 64  # at most, per row: what every program repeats for a row is twice a warp's lanes wide
+_TOKENS_PER_THREAD = 32
+REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 warps
+WARPS_PER_SM = 16
+JUMP_LIMIT = 64  # N up to which sibling lists are followed through tables in registers
+
+
+def chunk_size(V: int) -> int:
+    """Tokens per chunk: a power of two >= 1024 that cuts a row into at most 64 chunks."""
+    return max(1024, triton.next_power_of_2(triton.cdiv(V, MAX_CHUNKS)))
+
+
+def warps_per_program(chunk: int) -> int:
+    """Warps per program: a function of the chunk alone, since it shapes the sums."""
+    return max(2, chunk // (32 * _TOKENS_PER_THREAD))  # Triton 3.6 fails to compile the kernel for one
+
+
+def vector_size(rows: torch.Tensor) -> int:
+    """Elements Triton loads at once: 16 bytes where it can prove the alignment, else one."""
+    numbers = (rows.shape[2], rows.stride(0), rows.stride(1), rows.data_ptr())
+    return 16 // rows.element_size() if all(number % 16 == 0 for number in numbers) else 1
+
+
+def programs_per_request(B: int, V: int, multiprocessors: int) -> int:
+    """How many programs share a request: at most one a chunk, and as many as the device holds at once.
+
+    Unless it is one program a request, which waits for nobody, B times this never exceeds the 16 warps a
+    multiprocessor which the kernel's register limit lets be co-resident.
+    """
+    chunk = chunk_size(V)
+    chunks = triton.cdiv(V, chunk)
+    share = min(chunks, max(1, WARPS_PER_SM // warps_per_program(chunk) * multiprocessors // B))
+    return triton.cdiv(chunks, triton.cdiv(chunks, share))  # no more than finish as soon
+
+
+class Workspace:
+    """Scratch for one stream of launches on one device; 3.2 MB, whatever N and V.
+
+    Holds the published chunk triples and the epochs. Launches that use it must not overlap in time.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
+        # place shared between requests could hold another's word under the very tag that is waited for.
+        self.words = torch.full((MAX_BATCH, 2, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
+        self.epochs = torch.zeros((3, MAX_BATCH), dtype=torch.int32, device=device)

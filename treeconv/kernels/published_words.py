@@ -1,0 +1,49 @@
+"""How the programs of a request tell each other what they summed: *Co-operation* in :mod:`.verify_tree`.
+
+Device functions only. A row's words are ``[3, 64]`` int64: per chunk its maximum (an ordered key), its sum
+and its sum without the children, each 32 bits over a 32-bit tag. They are read as two halves of a warp's 32
+lanes, so that no reduction over them leaves a warp.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["keys_of", "masses_of", "waiting", "word", "words_of"]
+
+
+@triton.jit
+def word(bits, tag):
+    """One published word: 32 bits of payload over 32 bits of tag."""
+    return (bits.to(tl.int64) << 32) | (tag.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def words_of(row_words_ptr, half, chunks: tl.constexpr):
+    """One half of a row's words, three [32] int64: maxima, sums, sums without the children."""
+    lane = tl.arange(0, 32) + half * 32
+    inside = lane < chunks
+    tops = tl.load(row_words_ptr + lane, mask=inside, other=0, volatile=True)
+    sums = tl.load(row_words_ptr + 64 + lane, mask=inside, other=0, volatile=True)
+    rests = tl.load(row_words_ptr + 128 + lane, mask=inside, other=0, volatile=True)
+    return tops, sums, rests
+
+
+@triton.jit
+def waiting(tops, sums, rests, half, tag, chunks: tl.constexpr):
+    """Nonzero in the lanes of one half whose chunk is not published under ``tag`` yet."""
+    stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
+    return tl.where((tl.arange(0, 32) + half * 32 < chunks) & (stale != 0), 1, 0)
+
+
+@triton.jit
+def keys_of(tops, half, chunks: tl.constexpr):
+    """The maxima of one half in the order of :func:`ordered`; below all of them in unused lanes."""
+    return tl.where(tl.arange(0, 32) + half * 32 < chunks, (tops >> 32).to(tl.int32), -0x80000000)
+
+
+@triton.jit
+def masses_of(words, weight):
+    """Float payloads times their chunks' weights; zero in unused lanes, whose words are zero."""
+    return (words >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
