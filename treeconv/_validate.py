@@ -306,6 +306,8 @@ def check_filters(
     if order not in FILTER_ORDERS:
         raise InvalidArgument(f"filter_order={order!r}, but must be 'sequential' or 'joint'")
     given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if all(value is None for value in given.values()):
+        return None
     on_device: dict[str, Any] = {
         name: value
         for name, value in given.items()
