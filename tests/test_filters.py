@@ -24,8 +24,11 @@ from treeconv import (
 from treeconv.backends.base import FunctionBackend
 from treeconv.backends.eager import EagerBackend
 from treeconv.case import Request
+from treeconv.corpus import CorpusEntry
 from treeconv.filters import Cuts, Filters
 from treeconv.judge import Violation, explain, judge, observe, target_rows
+from treeconv.laws import law_named
+from treeconv.replay import replay_entry, why_not_judged
 from treeconv.sampling import filtered_probs
 
 ROOT = DraftTree([-1], [0])
@@ -366,6 +369,21 @@ def test_a_case_hands_filters_over_only_where_one_is_on():
     assert filters.order == "joint"
     with pytest.raises(InvalidArgument, match="filter_order='x'"):
         VerifyCase((request,), filter_order="x")
+
+
+def test_a_stored_case_with_filters_says_nothing_about_a_backend_without():
+    def mine(batch, logits, temperature, coins, depth_cap):
+        return EagerBackend().verify(batch, logits, temperature, coins, depth_cap)
+
+    backend = FunctionBackend(mine, "mine")
+    case = VerifyCase((Request(ROOT, [[1.0, 2.0]], 1.0, [0.5], 0.5, top_k=1),))
+    for law in ("oracle-agreement", "filters-logits"):
+        entry = CorpusEntry(law, case)
+        assert "filters" in why_not_judged(entry, backend)
+        assert why_not_judged(entry, EagerBackend()) is None
+        assert replay_entry(entry, EagerBackend()) > 0
+    with pytest.raises(BackendUnavailable, match="'mine' takes no filters"):
+        law_named("oracle-agreement").run(case, backend)
 
 
 def test_a_failure_says_which_filters_were_on():

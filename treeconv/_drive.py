@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv import oracle
+from treeconv.errors import BackendUnavailable
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
 from treeconv.sampling import row_status, target_probs
 from treeconv.tree import RowStatus
@@ -56,8 +57,13 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
 
     Raises:
         Violation: it raised, or returned something of another shape: no decision to judge.
+        BackendUnavailable: the case has filters, and the backend does not claim to take them.
     """
-    more: dict[str, Any] = {} if tensors.filters is None else {"filters": tensors.filters}
+    more: dict[str, Any] = {}
+    if tensors.filters is not None:
+        if not backend.traits.takes_filters:
+            raise BackendUnavailable(f"backend={backend.name!r} takes no filters, but the case has some")
+        more["filters"] = tensors.filters
     try:
         if kind == "probs":
             output = backend.verify_probs(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from treeconv.oracle import TargetRows
 
 
-_MAX_SETTINGS = 24  # filters of one row that are tried, in each order
+_MAX_SETTINGS = 16  # filters of one row that are tried, in each order
 
 
 def filters(case: VerifyCase, backend: Backend, device: str) -> int:

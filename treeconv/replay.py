@@ -56,6 +56,8 @@ def why_not_judged(entry: CorpusEntry, backend: Backend | None) -> str | None:
         kind, traits = entry.case.kind, backend.traits
         if kind == "probs" and not traits.takes_probs:
             return "the case holds probabilities, and the backend takes logits only"
+        if getattr(entry.case, "is_filtered", False) and not traits.takes_filters:
+            return "the case has filters, and the backend takes none"
     return why_not(law, backend)
 
 
