@@ -12,12 +12,14 @@ import torch
 from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels.launch import (
+    AHEAD_BATCH,
+    AHEAD_ROWS,
     MAX_BATCH,
     MAX_NODES,
     MAX_VOCAB,
+    LaunchPlan,
     Workspace,
-    chunk_size,
-    programs_per_request,
+    launch_plan,
 )
 from treeconv.kernels.verify_tree import INTERPRETED, verify_tree
 from treeconv.tree import VerifyOutput
@@ -65,7 +67,7 @@ class TritonBackend:
         depth_cap: int,
         *,
         out: VerifyOutput | None = None,
-        programs: int | None = None,
+        plan: LaunchPlan | None = None,
     ) -> VerifyOutput:
         """Sample from ``softmax(logits / temperature)`` at each visited node.
 
@@ -82,7 +84,7 @@ class TritonBackend:
 
             out: tensors to write into and return, as :meth:`empty_output` makes them.
 
-            programs: overrides how many programs share a request; the result is the same.
+            plan: overrides how the launch is cut up; the result is the same.
 
         Raises:
             InvalidArgument: a shape, dtype, stride or size the kernel does not take, or mixed devices.
@@ -92,7 +94,7 @@ class TritonBackend:
         """
         if logits.dtype not in _LOGIT_DTYPES:
             raise InvalidArgument(f"logits.dtype={logits.dtype}, but must be bfloat16, float16 or float32")
-        return self._run(batch, "logits", logits, temperature, coins, depth_cap, out, programs)
+        return self._run(batch, "logits", logits, temperature, coins, depth_cap, out, plan)
 
     def verify_probs(
         self,
@@ -102,7 +104,7 @@ class TritonBackend:
         depth_cap: int,
         *,
         out: VerifyOutput | None = None,
-        programs: int | None = None,
+        plan: LaunchPlan | None = None,
     ) -> VerifyOutput:
         """The same walk over laws given as they are; exact where they are multiples of 2^-12.
 
@@ -118,7 +120,7 @@ class TritonBackend:
 
             out: as for :meth:`verify`.
 
-            programs: as for :meth:`verify`.
+            plan: as for :meth:`verify`.
 
         Raises:
             InvalidArgument: as for :meth:`verify`.
@@ -127,7 +129,7 @@ class TritonBackend:
         """
         if target_probs.dtype != torch.float32:
             raise InvalidArgument(f"target_probs.dtype={target_probs.dtype}, but must be float32")
-        return self._run(batch, "target_probs", target_probs, None, coins, depth_cap, out, programs)
+        return self._run(batch, "target_probs", target_probs, None, coins, depth_cap, out, plan)
 
     @staticmethod
     def empty_output(batch: VerifyInput, depth_cap: int) -> VerifyOutput:
@@ -153,7 +155,7 @@ class TritonBackend:
         coins: Coins,
         depth_cap: int,
         out: VerifyOutput | None,
-        programs: int | None,
+        plan: LaunchPlan | None,
     ) -> VerifyOutput:
         device = rows.device
         trees = {
@@ -195,15 +197,16 @@ class TritonBackend:
             dtype = torch.int64 if name in trees else torch.float32
             if tensor.dtype != dtype:
                 raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
-        if programs is None:
-            programs = self.programs_for(B, V, device)
-        elif INTERPRETED and programs > 1:
+        if plan is None:
+            plan = self.plan_for(B, N, V, device)
+        elif INTERPRETED and plan.programs > 1:
             raise InvalidArgument(
-                f"programs={programs}, but must be 1 in the interpreter: it runs one at a time"
+                f"plan.programs={plan.programs}, but must be 1 in the interpreter: it runs one at a time"
             )
-        elif not 1 <= programs <= -(-V // chunk_size(V)):
+        elif not 0 <= plan.read_ahead <= (min(N, AHEAD_ROWS) if B <= AHEAD_BATCH else 0):
             raise InvalidArgument(
-                f"programs={programs}, but must be in [1, {-(-V // chunk_size(V))}], the chunks of a row"
+                f"plan.read_ahead={plan.read_ahead}, but must be at most min(N, {AHEAD_ROWS}),"
+                f" and 0 if B is above {AHEAD_BATCH}"
             )
         if out is None:
             out = self.empty_output(batch, depth_cap)
@@ -223,7 +226,7 @@ class TritonBackend:
                 out.predicts,
                 out.status,
                 self._workspace(device),
-                programs,
+                plan,
             )
         return out
 
@@ -245,13 +248,13 @@ class TritonBackend:
                 )
 
     @staticmethod
-    def programs_for(B: int, V: int, device: torch.device) -> int:
-        """How many programs share a request in a call of these shapes on ``device``."""
+    def plan_for(B: int, N: int, V: int, device: torch.device) -> LaunchPlan:
+        """How a call of these shapes is cut up on ``device``."""
         if INTERPRETED:  # programs run one after another: none may wait for another
-            return 1
+            return LaunchPlan(1)
         if torch.version.hip is not None:  # pragma: no cover - co-residency was reasoned out for CUDA only
-            return 1
-        return programs_per_request(B, V, torch.cuda.get_device_properties(device).multi_processor_count)
+            return LaunchPlan(1)
+        return launch_plan(B, N, V, torch.cuda.get_device_properties(device).multi_processor_count)
 
     def _workspace(self, device: torch.device) -> Workspace:
         """The scratch of the current stream, made on first use; a capture takes the spare made earlier.
