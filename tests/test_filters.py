@@ -21,7 +21,8 @@ from treeconv import (
     verify,
     verify_probs,
 )
-from treeconv.backends.base import FunctionBackend
+from treeconv.backends import registry
+from treeconv.backends.base import BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
 from treeconv.case import Request
 from treeconv.corpus import CorpusEntry
@@ -260,6 +261,19 @@ def test_a_backend_without_filters_is_refused_with_them_and_asked_without():
         last_tokens(backend, top_k=3)
     with pytest.raises(BackendUnavailable, match="backend='mine' takes no filters"):
         last_tokens(backend, top_k=[None, 3])
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_auto_passes_over_a_gpu_backend_without_filters_where_one_is_on(monkeypatch, takes):
+    class Fast(EagerBackend):
+        name = "triton"
+        traits = BackendTraits(takes_filters=takes)
+
+    monkeypatch.setitem(registry._loaded, "triton", Fast())
+    cuda = torch.device("cuda")
+    assert registry.choose_backend(cuda).name == "triton"
+    assert registry.choose_backend(cuda, takes_filters=True).name == ("triton" if takes else "eager")
+    assert registry.choose_backend(torch.device("cpu"), takes_filters=True).name == "eager"
 
 
 def test_a_function_that_takes_filters_is_handed_them_or_none():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from treeconv.backends.base import Backend
-    from treeconv.filters import FilterOrder
+    from treeconv.filters import FilterOrder, Filters
 
 __all__ = ["verify", "verify_probs"]
 
@@ -32,10 +32,11 @@ def _coins(coins: Coins | None, generator: torch.Generator | None, batch: Verify
     return Coins(accept=draws[:, 1:].contiguous(), final=draws[:, 0].contiguous())
 
 
-def _backend(backend: str | Backend, device: torch.device) -> Backend:
-    chosen = (
-        choose_backend(device) if isinstance(backend, str) and backend == "auto" else get_backend(backend)
-    )
+def _backend(backend: str | Backend, device: torch.device, filters: Filters | None) -> Backend:
+    if isinstance(backend, str) and backend == "auto":
+        chosen = choose_backend(device, takes_filters=filters is not None)
+    else:
+        chosen = get_backend(backend)
     if device.type not in chosen.traits.devices:
         raise BackendUnavailable(
             f"backend={chosen.name!r} runs on {', '.join(chosen.traits.devices)}, but the batch is on"
@@ -44,11 +45,8 @@ def _backend(backend: str | Backend, device: torch.device) -> Backend:
     return chosen
 
 
-def _filters(
-    values: tuple[Any, Any, Any], order: FilterOrder, batch: VerifyInput, vocab_size: int, backend: Backend
-) -> dict[str, Any]:
+def _filters(filters: Filters | None, backend: Backend) -> dict[str, Any]:
     """What a backend is handed besides: nothing where no filter is on, so that it need not know of them."""
-    filters = _validate.check_filters(*values, order, batch, vocab_size)
     if filters is None:
         return {}
     if not backend.traits.takes_filters:
@@ -91,7 +89,8 @@ def verify(
         generator: draws the coins where none are given; the default generator if None.
 
         backend: a registered name ("reference", "eager", "triton", "sgl"), "module:callable", a backend
-            object, or "auto": ``triton`` on CUDA, else ``eager``.
+            object, or "auto": ``triton`` on CUDA, else ``eager`` (there too, where a filter is on and
+            ``triton`` takes none).
 
         depth_cap: accept slots, root included: at most ``depth_cap - 1`` drafts are accepted. Default:
             deepest tree + 1, which on a CUDA device is read back (pass it to stay asynchronous).
@@ -121,10 +120,11 @@ def verify(
     rows = _validate.check_rows(logits, "logits", batch, _LOGITS)
     _validate.check_tokens(batch, rows.shape[2])
     temperatures = _validate.check_temperature(temperature, batch)
-    chosen = _backend(backend, batch.device)
+    filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
+    chosen = _backend(backend, batch.device, filters)
     if not chosen.traits.takes_logits:
         raise BackendUnavailable(f"backend={chosen.name!r} takes probabilities only: use verify_probs")
-    more = _filters((top_k, top_p, min_p), filter_order, batch, rows.shape[2], chosen)
+    more = _filters(filters, chosen)
     cap = _validate.check_depth_cap(depth_cap, batch)
     return chosen.verify(batch, rows, temperatures, _coins(coins, generator, batch), cap, **more)
 
@@ -175,9 +175,10 @@ def verify_probs(
     _validate.check_verify_input(batch)
     rows = _validate.check_rows(target_probs, "target_probs", batch, ("float32",))
     _validate.check_tokens(batch, rows.shape[2])
-    chosen = _backend(backend, batch.device)
+    filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
+    chosen = _backend(backend, batch.device, filters)
     if not chosen.traits.takes_probs:
         raise BackendUnavailable(f"backend={chosen.name!r} takes logits only: use verify")
-    more = _filters((top_k, top_p, min_p), filter_order, batch, rows.shape[2], chosen)
+    more = _filters(filters, chosen)
     cap = _validate.check_depth_cap(depth_cap, batch)
     return chosen.verify_probs(batch, rows, _coins(coins, generator, batch), cap, **more)
