@@ -21,12 +21,14 @@ from treeconv import (
     verify,
     verify_probs,
 )
+from treeconv._drive import decide, judge_all
 from treeconv.backends import registry
 from treeconv.backends.base import BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
+from treeconv.backends.registry import get_backend
 from treeconv.case import Request
 from treeconv.corpus import CorpusEntry
-from treeconv.filters import Cuts, Filters
+from treeconv.filters import FILTER_ORDERS, Cuts, Filters
 from treeconv.judge import Violation, explain, judge, observe, target_rows
 from treeconv.laws import law_named
 from treeconv.replay import replay_entry, why_not_judged
@@ -330,6 +332,31 @@ def test_ties_at_every_place_of_a_row_go_to_the_lowest_id(backend, dtype):
         law = oracle.TargetRows.from_logits(logits[0].float().numpy(), 0.7, Cuts(top_p=top_p))
         kept = [[t for t in range(vocab) if row.may_have_mass(t)] for row in law.alternatives(0)]
         assert last(top_p=top_p) in {max(tokens) for tokens in kept}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_large_vocabularies_full_of_ties(backend, seed):
+    """Dyadic masses of few values over 5000 tokens: cuts inside ties, within and beyond any short list."""
+    rng = np.random.default_rng(seed)
+    vocab = 5000
+    requests = []
+    for top_k in (1, 700, 1024, 1025, 1500, 4999, None):
+        row = rng.multinomial(4096, rng.dirichlet([[0.05, 0.3, 1.0, 30.0][seed % 4]] * vocab)) / 4096
+        top_p = 1.0 if rng.random() < 0.3 else int(rng.integers(1, 2**12)) / 2**12
+        min_p = 0.0 if rng.random() < 0.5 else 2.0 ** -int(rng.integers(1, 6))
+        settings = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        requests.append(Request(ROOT, [row.astype(np.float32)], 1.0, [0.5], 0.5, **settings))
+    for order in FILTER_ORDERS:
+        case = VerifyCase(tuple(requests), kind="probs", filter_order=order)
+        coins = [([0.5], (k + 0.5) / 40) for k in range(40)] + [([0.5], 0.0), ([0.5], 1 - 2.0**-24)]
+        for index in range(len(requests)):
+            judge_all(case, get_backend(backend), "cpu", coins, index)
+        # And all in one batch: some lanes are decided by the short list, some are not.
+        batched = decide(case, get_backend(backend), "cpu")
+        for request, observed in zip(requests, batched, strict=True):
+            rows = target_rows(request, "probs", order)
+            assert judge(ROOT, rows, [0.5], request.final, 1, observed) is None
 
 
 # --- data ---------------------------------------------------------------------------------------------
