@@ -59,8 +59,8 @@ def test_a_name_gives_one_backend(name):
 
 
 def test_claims():
-    assert get_backend("reference").traits == BackendTraits(devices=("cpu",))
-    assert get_backend("eager").traits == BackendTraits()
+    assert get_backend("reference").traits == BackendTraits(devices=("cpu",), takes_filters=True)
+    assert get_backend("eager").traits == BackendTraits(takes_filters=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

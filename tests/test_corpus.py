@@ -6,6 +6,8 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -390,6 +392,88 @@ def test_wrong_building_example_is_refused(tmp_path, name):
         load_entry(path)
 
 
+def make_filtered(**changes):
+    """The usual entry, its first request with filters; ``changes`` are those of the request."""
+    entry = make_entry()
+    values = {"top_k": 3, "top_p": 0.9, "min_p": 0.05} | changes
+    first, second = entry.case.requests
+    case = replace(entry.case, requests=(replace(first, **values), second), filter_order="joint")
+    return replace(entry, case=case)
+
+
+def test_filters_come_back_as_they_were(tmp_path):
+    entry = make_filtered()
+    path = save_entry(tmp_path, entry)
+    loaded = load_entry(path)
+    assert loaded == entry
+    assert json.loads(path.read_text())["schema"] == 2
+    first, second = loaded.case.requests
+    assert (first.top_k, first.top_p.hex(), first.min_p.hex()) == (
+        3,
+        "0x1.cccccc0000000p-1",
+        "0x1.99999a0000000p-5",
+    )
+    assert (second.top_k, second.top_p, second.min_p) == (None, 1.0, 0.0)
+    assert loaded.case.filter_order == "joint"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"top_k": 2}, {"top_k": None}, {"top_p": 0.5}, {"min_p": 0.0}],
+    ids=["top_k", "no top_k", "top_p", "no min_p"],
+)
+def test_each_filter_counts_as_content(tmp_path, changes):
+    entries = [make_filtered(), make_filtered(**changes)]
+    assert entries[0] != entries[1]
+    assert len({save_entry(tmp_path, entry) for entry in entries}) == 2
+
+
+def test_without_filters_the_file_is_what_version_1_wrote(tmp_path):
+    """Names and bytes of stored cases must not move: the seeds' checksums stand in SHA256SUMS."""
+    seed = next(Path("corpus/seeds").glob("oracle-agreement-*.json"))
+    again = save_entry(tmp_path, load_entry(seed))
+    assert (again.name, again.read_bytes()) == (seed.name, seed.read_bytes())
+    path = save_entry(tmp_path, make_entry())
+    document = json.loads(path.read_text())
+    assert document["schema"] == 1
+    assert "filter_order" not in document["case"]
+    assert "top_k" not in document["case"]["requests"][0]
+
+
+BAD_FILTERS = {
+    "top_k of 0": (lambda d: request0(d).update(top_k=0), "top_k=0, but must be"),
+    "top_k of 2.5": (lambda d: request0(d).update(top_k=2.5), "top_k=2.5"),
+    "top_k true": (lambda d: request0(d).update(top_k=True), "top_k=True"),
+    "top_p of 0": (lambda d: request0(d).update(top_p=0), "top_p=0.0, but must be in (0, 1]"),
+    "top_p no float32": (lambda d: request0(d).update(top_p=(0.1).hex()), "must be a float32 exactly"),
+    "top_p null": (lambda d: request0(d).update(top_p=None), "top_p"),
+    "min_p above 1": (lambda d: request0(d).update(min_p=2), "min_p=2.0, but must be in [0, 1]"),
+    "min_p NaN": (lambda d: request0(d).update(min_p="nan"), "min_p"),
+    "min_p missing": (lambda d: request0(d).pop("min_p"), "lacks 'min_p'"),
+    "another order": (lambda d: d["case"].update(filter_order="last"), "filter_order='last'"),
+    "no order": (lambda d: d["case"].pop("filter_order"), "lacks 'filter_order'"),
+    "an unknown filter": (lambda d: request0(d).update(typical_p=1), "unknown keys 'typical_p'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILTERS)
+def test_wrong_filters_are_refused(tmp_path, name):
+    change, message = BAD_FILTERS[name]
+    path = save_entry(tmp_path, make_filtered())
+    edit(path, change)
+    with pytest.raises(CorpusError) as caught:
+        load_entry(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+def test_version_1_takes_no_filters(tmp_path):
+    path = save_entry(tmp_path, make_filtered())
+    edit(path, lambda d: d.update(schema=1))
+    with pytest.raises(CorpusError, match="unknown keys"):
+        load_entry(path)
+
+
 BAD_BYTES = {
     "empty": (lambda _: b"", "not JSON, or truncated (0 bytes)"),
     "not UTF-8": (lambda raw: b"\xff" + raw, "not JSON"),
@@ -398,7 +482,11 @@ BAD_BYTES = {
     "a NaN literal": (lambda _: b'{"schema": NaN}', "NaN is no JSON"),
     "deep nesting": (lambda _: b"[" * 100_000, "not JSON"),
     "no schema": (lambda raw: raw.replace(b'"schema": 1', b'"scheme": 1'), "schema=None"),
-    "a later schema": (lambda raw: raw.replace(b'"schema": 1', b'"schema": 2'), "schema=2"),
+    "a later schema": (lambda raw: raw.replace(b'"schema": 1', b'"schema": 3'), "schema=3"),
+    "a schema with more keys": (
+        lambda raw: raw.replace(b'"schema": 1', b'"schema": 2'),
+        "lacks 'filter_order'",
+    ),
     "schema true": (lambda raw: raw.replace(b'"schema": 1', b'"schema": true'), "schema=True"),
     "another note": (lambda raw: raw.replace(b"a test", b"a tesu"), "checksum mismatch"),
     "another checksum": (lambda raw: raw.replace(b'"sha256": "', b'"sha256": "0'), "checksum mismatch"),

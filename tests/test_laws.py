@@ -33,6 +33,11 @@ BATCH = VerifyCase(
 )
 ALONE = VerifyCase((request(DraftTree([-1], [0]), LOGITS),))
 BAD = np.where(np.arange(4)[:, None] == 1, np.nan, LOGITS).astype(np.float32)
+FILTERED = replace(
+    BATCH,
+    requests=(replace(BATCH.requests[0], top_k=3, top_p=0.75), *BATCH.requests[1:]),
+    filter_order="joint",
+)
 CASES = {
     "logits": BATCH,
     "wide": BATCH,
@@ -43,6 +48,12 @@ CASES = {
     "chains": VerifyCase((request(CHAIN, LOGITS),)),
     "batches": BATCH,
     "bad_rows": VerifyCase((request(TREE, BAD), request(CHAIN, LOGITS))),
+    "filtered": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
+    "filtered_roots": VerifyCase((request(DraftTree([-1], [0]), LAW),), kind="probs"),
+    "filtered_small": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
+    "filtered_logits": FILTERED,
+    "filtered_wide": FILTERED,
+    "filtered_batches": FILTERED,
 }
 
 
@@ -240,10 +251,14 @@ def test_a_sampler_of_probabilities_is_handed_the_softmax_and_replays_the_logits
 @pytest.mark.parametrize(
     ("traits", "skipped"),
     [
-        (BackendTraits(), set()),
-        (BackendTraits(takes_probs=False), {"dyadic", "dyadic_small", "zero_mass"}),
-        (BackendTraits(reports_status=False), {"bad_rows"}),
-        (BackendTraits(takes_logits=False), set()),
+        (BackendTraits(takes_filters=True), set()),
+        (
+            BackendTraits(takes_filters=True, takes_probs=False),
+            {"dyadic", "dyadic_small", "zero_mass", "filtered", "filtered_roots", "filtered_small"},
+        ),
+        (BackendTraits(takes_filters=True, reports_status=False), {"bad_rows"}),
+        (BackendTraits(takes_filters=True, takes_logits=False), set()),
+        (BackendTraits(), {kind for kind in CASES if kind.startswith("filtered")}),
     ],
 )
 def test_laws_apply_where_the_claim_is_made(traits, skipped):

@@ -391,6 +391,6 @@ def test_rows_never_visited_are_never_made():
         made.append(row)
         return oracle.ExactRow(row)
 
-    rows = oracle.TargetRows(["a", "b"], lambda name: make([1.0, 0.0]) if name == "a" else 1 / 0)
+    rows = oracle.TargetRows(["a", "b"], lambda name: [lambda: make([1.0, 0.0])] if name == "a" else 1 / 0)
     assert oracle.walk(DraftTree.chain([9, 1]), rows, Coins([0.5] * 2, 0.5)).tokens == (0,)
     assert len(made) == 1

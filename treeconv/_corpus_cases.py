@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["EagleCase", "RawCase", "decode_case", "encode_case"]
+__all__ = ["EagleCase", "RawCase", "decode_case", "encode_case", "schema_of"]
 
 Ints = tuple[int, ...]
 IntRows = tuple[tuple[int, ...], ...]
@@ -202,6 +202,14 @@ class EagleCase:
         return EagleDraft(**tensors, topk=self.topk)
 
 
+def schema_of(case: VerifyCase | RawCase | EagleCase) -> int:
+    """The lowest schema that can hold a case: 2 where requests carry filters, else 1.
+
+    So what has no filters is written as it always was, under the same name, and read by older readers.
+    """
+    return 2 if isinstance(case, VerifyCase) and case.has_filter_settings else 1
+
+
 def encode_case(case: VerifyCase | RawCase | EagleCase) -> dict[str, Any]:
     """A case as JSON values; ``type`` says which."""
     if isinstance(case, EagleCase):
@@ -220,17 +228,20 @@ def encode_case(case: VerifyCase | RawCase | EagleCase) -> dict[str, Any]:
             "final": codec.encode_floats(case.final),
             "rows": codec.encode_floats(case.rows),
         }
+    has_filters = schema_of(case) == 2
     return {
         "type": "trees",
         "kind": case.kind,
         "rows_dtype": case.rows_dtype,
         "num_draft_tokens": case.num_draft_tokens,
         "depth_cap": case.depth_cap,
+        **({"filter_order": case.filter_order} if has_filters else {}),
         "requests": [
             {
                 "parents": list(request.tree.parents),
                 "token_ids": list(request.tree.token_ids),
                 "temperature": codec.encode_float(request.temperature),
+                **(_encode_filters(request) if has_filters else {}),
                 "accept": codec.encode_floats(request.accept),
                 "final": codec.encode_float(request.final),
                 "rows": codec.encode_floats(request.rows),
@@ -240,11 +251,28 @@ def encode_case(case: VerifyCase | RawCase | EagleCase) -> dict[str, Any]:
     }
 
 
+def _encode_filters(request: Request) -> dict[str, Any]:
+    return {
+        "top_k": request.top_k,
+        "top_p": codec.encode_float(request.top_p),
+        "min_p": codec.encode_float(request.min_p),
+    }
+
+
+def _decode_filters(item: dict[str, Any], where: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"top_k": _optional_int(item["top_k"], f"{where}.top_k")}
+    for name in ("top_p", "min_p"):
+        found[name] = codec.decode_float(item[name], f"{where}.{name}")
+        if float(np.float32(found[name])) != found[name]:
+            raise CorpusError(f"{where}.{name}={item[name]!r}, but must be a float32 exactly")
+    return found
+
+
 def _optional_int(value: Any, where: str) -> int | None:
     return None if value is None else codec.decode_int(value, where)
 
 
-def decode_case(value: Any) -> VerifyCase | RawCase | EagleCase:
+def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
     """The inverse of :func:`encode_case`; raises CorpusError, or what the case itself refuses."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "eagle":
@@ -271,13 +299,15 @@ def decode_case(value: Any) -> VerifyCase | RawCase | EagleCase:
         )
     if kind != "trees":
         raise CorpusError(f"case.type={kind!r}, but must be 'trees', 'raw' or 'eagle'")
-    codec.take(value, ("type", "kind", "rows_dtype", "num_draft_tokens", "depth_cap", "requests"), "case")
+    keys = ("type", "kind", "rows_dtype", "num_draft_tokens", "depth_cap", "requests")
+    codec.take(value, (*keys, "filter_order") if schema == 2 else keys, "case")
     if not isinstance(value["requests"], list):
         raise CorpusError("case.requests must be a list")
     requests = []
     for index, item in enumerate(value["requests"]):
         where = f"case.requests[{index}]"
-        codec.take(item, ("parents", "token_ids", "temperature", "accept", "final", "rows"), where)
+        keys = ("parents", "token_ids", "temperature", "accept", "final", "rows")
+        codec.take(item, (*keys, "top_k", "top_p", "min_p") if schema == 2 else keys, where)
         tree = DraftTree(
             codec.decode_ints(item["parents"], f"{where}.parents", 1),
             codec.decode_ints(item["token_ids"], f"{where}.token_ids", 1),
@@ -289,6 +319,7 @@ def decode_case(value: Any) -> VerifyCase | RawCase | EagleCase:
                 temperature=codec.decode_float(item["temperature"], f"{where}.temperature"),
                 accept=codec.decode_floats(item["accept"], f"{where}.accept", 1),
                 final=codec.decode_float(item["final"], f"{where}.final"),
+                **(_decode_filters(item, where) if schema == 2 else {}),
             )
         )
     case = VerifyCase(
@@ -297,6 +328,7 @@ def decode_case(value: Any) -> VerifyCase | RawCase | EagleCase:
         num_draft_tokens=_optional_int(value["num_draft_tokens"], "case.num_draft_tokens"),
         depth_cap=_optional_int(value["depth_cap"], "case.depth_cap"),
         rows_dtype=value["rows_dtype"],
+        filter_order=value.get("filter_order", "sequential"),
     )
     largest = max(len(request.tree) for request in case.requests)
     if case.num_draft_tokens is not None and case.num_draft_tokens < largest:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv import oracle
+from treeconv.errors import BackendUnavailable
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
 from treeconv.sampling import row_status, target_probs
 from treeconv.tree import RowStatus
@@ -56,13 +57,21 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
 
     Raises:
         Violation: it raised, or returned something of another shape: no decision to judge.
+        BackendUnavailable: the case has filters, and the backend does not claim to take them.
     """
+    more: dict[str, Any] = {}
+    if tensors.filters is not None:
+        if not backend.traits.takes_filters:
+            raise BackendUnavailable(f"backend={backend.name!r} takes no filters, but the case has some")
+        more["filters"] = tensors.filters
     try:
         if kind == "probs":
-            output = backend.verify_probs(tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap)
+            output = backend.verify_probs(
+                tensors.batch, tensors.rows, tensors.coins, tensors.depth_cap, **more
+            )
         else:
             output = backend.verify(
-                tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap
+                tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap, **more
             )
         size, slots = tensors.batch.candidates.shape
         shapes = {
@@ -102,7 +111,7 @@ def judge_all(
     ``rows``: the oracle's view of that request, where the caller has it already.
     """
     subject = case.requests[request]
-    rows = rows or target_rows(subject, case.kind)
+    rows = rows or target_rows(subject, case.kind, case.filter_order)
     cap = case.effective_depth_cap
     at_once = max(1, _MAX_ELEMENTS // (case.slots * case.vocab_size))
     for start in range(0, len(coins), at_once):
@@ -134,7 +143,7 @@ def measure(
     Raises:
         Violation: an output that contradicts itself.
     """
-    rows = target_rows(request, case.kind)
+    rows = target_rows(request, case.kind, case.filter_order)
     vectors: list[CoinVector] = []
     volumes = []
     for cell in oracle.outcome_cells(request.tree, rows, case.effective_depth_cap):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeconv.errors import InvalidArgument, InvalidTree
+from treeconv.filters import FILTER_ORDERS, Cuts, FilterOrder, Filters
 from treeconv.tree import Coins, DraftTree, VerifyInput
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_coins",
     "check_depth_cap",
+    "check_filters",
     "check_int",
     "check_rows",
     "check_sequence_of_trees",
@@ -288,6 +291,65 @@ def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
                 )
         checked[name] = values.contiguous()
     return Coins(**checked)
+
+
+def check_filters(
+    top_k: Any, top_p: Any, min_p: Any, order: FilterOrder, batch: VerifyInput, vocab_size: int
+) -> Filters | None:
+    """The batch's filters, each given as None, a scalar or one per request; None where all are off.
+
+    Tensors on a CUDA device are taken as they are: reading them back would wait for the device.
+    """
+    import torch  # noqa: PLC0415
+
+    size = batch.batch_size
+    if order not in FILTER_ORDERS:
+        raise InvalidArgument(f"filter_order={order!r}, but must be 'sequential' or 'joint'")
+    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if all(value is None for value in given.values()):
+        return None
+    on_device: dict[str, Any] = {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    }
+    columns = {
+        name: _per_request(value, name, size) for name, value in given.items() if name not in on_device
+    }
+    off = Cuts()
+    cuts = []
+    for request in range(size):
+        values = {}
+        for name, column in columns.items():
+            value = column[request]
+            values[name] = getattr(off, name) if value is None else value
+        try:
+            cuts.append(Cuts(**values))
+        except InvalidArgument as error:
+            where = "" if size == 1 else f" (request {request})"
+            raise InvalidArgument(f"{error}{where}") from None
+    if not on_device and not any(cut.are_on(vocab_size) for cut in cuts):
+        return None
+    filters = Filters.of(cuts, vocab_size, order, batch.device)
+    for name, tensor in on_device.items():
+        wanted = torch.int64 if name == "top_k" else torch.float32
+        if tuple(tensor.shape) != (size,) or tensor.dtype != wanted or tensor.device != batch.device:
+            raise InvalidArgument(
+                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype} on {tensor.device}, but on"
+                f" a device must be {wanted} [{size}] on {batch.device}"
+            )
+    return replace(filters, **on_device)
+
+
+def _per_request(value: Any, name: str, size: int) -> list[Any]:
+    """A scalar, None, or one of them per request, as a list of ``size``."""
+    if hasattr(value, "tolist"):  # a tensor, an array or a NumPy number
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        return [value] * size
+    if len(value) != size:
+        raise InvalidArgument(f"{name}={value!r}, but must be one number, or {size}, one per request")
+    return list(value)
 
 
 def check_depth_cap(depth_cap: int | None, batch: VerifyInput) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from treeconv.backends.base import Backend
+    from treeconv.filters import FilterOrder, Filters
 
 __all__ = ["verify", "verify_probs"]
 
@@ -31,16 +32,28 @@ def _coins(coins: Coins | None, generator: torch.Generator | None, batch: Verify
     return Coins(accept=draws[:, 1:].contiguous(), final=draws[:, 0].contiguous())
 
 
-def _backend(backend: str | Backend, device: torch.device) -> Backend:
-    chosen = (
-        choose_backend(device) if isinstance(backend, str) and backend == "auto" else get_backend(backend)
-    )
+def _backend(backend: str | Backend, device: torch.device, filters: Filters | None) -> Backend:
+    if isinstance(backend, str) and backend == "auto":
+        chosen = choose_backend(device, takes_filters=filters is not None)
+    else:
+        chosen = get_backend(backend)
     if device.type not in chosen.traits.devices:
         raise BackendUnavailable(
             f"backend={chosen.name!r} runs on {', '.join(chosen.traits.devices)}, but the batch is on"
             f" {device}"
         )
     return chosen
+
+
+def _filters(filters: Filters | None, backend: Backend) -> dict[str, Any]:
+    """What a backend is handed besides: nothing where no filter is on, so that it need not know of them."""
+    if filters is None:
+        return {}
+    if not backend.traits.takes_filters:
+        raise BackendUnavailable(
+            f"backend={backend.name!r} takes no filters: it has no top-k, top-p or min-p"
+        )
+    return {"filters": filters}
 
 
 def verify(
@@ -51,6 +64,11 @@ def verify(
     generator: torch.Generator | None = None,
     backend: str | Backend = "auto",
     depth_cap: int | None = None,
+    *,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    filter_order: FilterOrder = "sequential",
 ) -> VerifyOutput:
     """Verify a batch of draft trees against the target's logits, losslessly at every temperature.
 
@@ -71,10 +89,23 @@ def verify(
         generator: draws the coins where none are given; the default generator if None.
 
         backend: a registered name ("reference", "eager", "triton", "sgl"), "module:callable", a backend
-            object, or "auto": ``triton`` on CUDA, else ``eager``.
+            object, or "auto": ``triton`` on CUDA, else ``eager`` (there too, where a filter is on and
+            ``triton`` takes none).
 
         depth_cap: accept slots, root included: at most ``depth_cap - 1`` drafts are accepted. Default:
             deepest tree + 1, which on a CUDA device is read back (pass it to stay asynchronous).
+
+        top_k: keep the k likeliest tokens, among equals the lowest ids: an integer >= 1, None (off), or one
+            of them per request. Drafts are tested against the filtered law, and the bonus comes from it.
+
+        top_p: keep the smallest set of likeliest tokens whose mass reaches p, the one that crosses it
+            included: a number in (0, 1], or one per request; None and 1 are off.
+
+        min_p: keep tokens of at least min_p times the largest mass: in [0, 1], or one per request; None and 0
+            are off.
+
+        filter_order: "sequential": top-p measures the law renormalised after top-k (HF, vLLM, SGLang's
+            verifier); "joint": the law after temperature (SGLang's plain sampler).
 
     Returns:
         A :class:`VerifyOutput`. A request that *visits* a row of NaN, +inf or only -inf emits nothing and
@@ -83,17 +114,19 @@ def verify(
     Raises:
         InvalidArgument: a shape, dtype, device or value that breaks the rules above; the message names it.
         InvalidTree: pointers that are no tree (checked on the CPU).
-        BackendUnavailable: an unknown backend, or one that cannot run here.
+        BackendUnavailable: an unknown backend, one that cannot run here, or one that takes no filters.
     """
     _validate.check_verify_input(batch)
     rows = _validate.check_rows(logits, "logits", batch, _LOGITS)
     _validate.check_tokens(batch, rows.shape[2])
     temperatures = _validate.check_temperature(temperature, batch)
-    chosen = _backend(backend, batch.device)
+    filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
+    chosen = _backend(backend, batch.device, filters)
     if not chosen.traits.takes_logits:
         raise BackendUnavailable(f"backend={chosen.name!r} takes probabilities only: use verify_probs")
+    more = _filters(filters, chosen)
     cap = _validate.check_depth_cap(depth_cap, batch)
-    return chosen.verify(batch, rows, temperatures, _coins(coins, generator, batch), cap)
+    return chosen.verify(batch, rows, temperatures, _coins(coins, generator, batch), cap, **more)
 
 
 def verify_probs(
@@ -103,6 +136,11 @@ def verify_probs(
     generator: torch.Generator | None = None,
     backend: str | Backend = "auto",
     depth_cap: int | None = None,
+    *,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    filter_order: FilterOrder = "sequential",
 ) -> VerifyOutput:
     """Verify against the target's probabilities: :func:`verify` with the softmax already taken.
 
@@ -112,8 +150,8 @@ def verify_probs(
     Args:
         batch: the converted trees, ``[B, N]``.
 
-        target_probs: ``[B, N, V]`` float32 on the batch's device, >= 0: after temperature and filters.
-            Never written to.
+        target_probs: ``[B, N, V]`` float32 on the batch's device, >= 0: after temperature, and after
+            filters unless they are given here. Never written to.
 
         coins: as for :func:`verify`.
 
@@ -123,13 +161,24 @@ def verify_probs(
 
         depth_cap: as for :func:`verify`.
 
+        top_k: as for :func:`verify`. A request with a filter on is compared with its renormalised law, one
+            without with the row as it is.
+
+        top_p: as for :func:`verify`.
+
+        min_p: as for :func:`verify`.
+
+        filter_order: as for :func:`verify`.
+
     Returns, Raises: as for :func:`verify`.
     """
     _validate.check_verify_input(batch)
     rows = _validate.check_rows(target_probs, "target_probs", batch, ("float32",))
     _validate.check_tokens(batch, rows.shape[2])
-    chosen = _backend(backend, batch.device)
+    filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
+    chosen = _backend(backend, batch.device, filters)
     if not chosen.traits.takes_probs:
         raise BackendUnavailable(f"backend={chosen.name!r} takes logits only: use verify")
+    more = _filters(filters, chosen)
     cap = _validate.check_depth_cap(depth_cap, batch)
-    return chosen.verify_probs(batch, rows, _coins(coins, generator, batch), cap)
+    return chosen.verify_probs(batch, rows, _coins(coins, generator, batch), cap, **more)

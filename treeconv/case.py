@@ -9,6 +9,7 @@ import numpy as np
 
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
+from treeconv.filters import FILTER_ORDERS, Cuts, Filters
 from treeconv.tree import Coins, DraftTree, as_float_array
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from treeconv.filters import FilterOrder
     from treeconv.tree import VerifyInput
 
 __all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase"]
@@ -43,6 +45,8 @@ class Request:
         accept: ``[n]`` float32 coins in [0, 1].
 
         final: float32 coin in [0, 1].
+
+        top_k, top_p, min_p: its filters, as in :class:`~treeconv.filters.Cuts`; off by default.
     """
 
     tree: DraftTree
@@ -50,6 +54,9 @@ class Request:
     temperature: float
     accept: NDArray[np.float32]
     final: float
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         rows = np.ascontiguousarray(as_float_array(self.rows), np.float32)
@@ -62,17 +69,25 @@ class Request:
         object.__setattr__(self, "accept", accept)
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "final", float(np.float32(self.final)))
+        cuts = Cuts(self.top_k, self.top_p, self.min_p)
+        for name in ("top_k", "top_p", "min_p"):  # as checked, and as the float32 that backends take
+            object.__setattr__(self, name, getattr(cuts, name))
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Request)
             and self.tree == other.tree
             and (self.temperature, self.final) == (other.temperature, other.final)
+            and self.cuts() == other.cuts()
             and _same_array(self.rows, other.rows)
             and _same_array(self.accept, other.accept)
         )
 
     __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+    def cuts(self, order: FilterOrder = "sequential") -> Cuts:
+        """Its filters, applied in this order."""
+        return Cuts(self.top_k, self.top_p, self.min_p, order)
 
     def with_coins(self, accept: Any, final: float) -> Request:
         """The same tree and rows under other coins."""
@@ -81,13 +96,17 @@ class Request:
 
 @dataclass(frozen=True)
 class CaseTensors:
-    """A case as a backend takes it. Padding is filled with traps: rows of NaN, coins of 0."""
+    """A case as a backend takes it. Padding is filled with traps: rows of NaN, coins of 0.
+
+    ``filters`` is None where no request has one on.
+    """
 
     batch: VerifyInput
     rows: torch.Tensor
     temperature: torch.Tensor
     coins: Coins
     depth_cap: int
+    filters: Filters | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +124,8 @@ class VerifyCase:
 
         rows_dtype: what the backend is handed: "float32", "bfloat16" or "float16". The float32 rows must
             hold values of that dtype exactly.
+
+        filter_order: "sequential" or "joint": what top-p measures after top-k, in every request.
     """
 
     requests: tuple[Request, ...]
@@ -112,6 +133,7 @@ class VerifyCase:
     num_draft_tokens: int | None = None
     depth_cap: int | None = None
     rows_dtype: str = "float32"
+    filter_order: FilterOrder = "sequential"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "requests", tuple(self.requests))
@@ -124,6 +146,8 @@ class VerifyCase:
             raise InvalidArgument(f"kind={self.kind!r}, but must be 'logits' or 'probs'")
         if self.rows_dtype not in _DTYPES:
             raise InvalidArgument(f"rows_dtype={self.rows_dtype!r}, but must be one of {_DTYPES}")
+        if self.filter_order not in FILTER_ORDERS:
+            raise InvalidArgument(f"filter_order={self.filter_order!r}, but must be 'sequential' or 'joint'")
 
     @property
     def vocab_size(self) -> int:
@@ -139,6 +163,16 @@ class VerifyCase:
     def effective_depth_cap(self) -> int:
         """The depth cap in force: ``depth_cap``, or the deepest tree's depth + 1."""
         return self.depth_cap or 1 + max(request.tree.depth for request in self.requests)
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether any request has a filter on: then only a backend that takes filters can be asked."""
+        return any(request.cuts().are_on(self.vocab_size) for request in self.requests)
+
+    @property
+    def has_filter_settings(self) -> bool:
+        """Whether any filter setting is not its default, on or not: what storing the case must keep."""
+        return self.filter_order != "sequential" or any(request.cuts() != Cuts() for request in self.requests)
 
     def replace_requests(self, requests: Sequence[Request]) -> VerifyCase:
         """The same call on other requests; N and the depth cap stay what they were."""
@@ -162,10 +196,13 @@ class VerifyCase:
             accept[index, : len(request.tree)] = request.accept
         final = np.array([request.final for request in self.requests], np.float32)
         temperature = np.array([request.temperature for request in self.requests], np.float32)
+        cuts = [request.cuts(self.filter_order) for request in self.requests]
+        filters = Filters.of(cuts, self.vocab_size, self.filter_order, device) if self.is_filtered else None
         return CaseTensors(
             batch=batch,
             rows=torch.from_numpy(rows).to(getattr(torch, self.rows_dtype)).to(device),
             temperature=torch.from_numpy(temperature).to(device),
             coins=Coins(torch.from_numpy(accept).to(device), torch.from_numpy(final).to(device)),
             depth_cap=self.effective_depth_cap,
+            filters=filters,
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeconv import _corpus_codec as codec
-from treeconv._corpus_cases import EagleCase, IntRows, Ints, RawCase, decode_case, encode_case
+from treeconv._corpus_cases import EagleCase, IntRows, Ints, RawCase, decode_case, encode_case, schema_of
 from treeconv.errors import CorpusError, InvalidArgument
 from treeconv.traces import Trace, load_trace, load_traces, save_trace
 
@@ -34,7 +34,7 @@ __all__ = [
     "save_trace",
 ]
 
-SCHEMA = 1
+SCHEMA = 2  # the newest; a case is written in the oldest that can hold it
 _LAW = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # it begins a file name
 _ENTRY = ("law", "note", "source", "issue", "backend", "lossless", "thresholds", "parameters", "expected")
 
@@ -146,7 +146,7 @@ def _encode_entry(entry: CorpusEntry) -> dict[str, Any]:
     return document | {"case": encode_case(entry.case)}
 
 
-def _decode_entry(document: dict[str, Any]) -> CorpusEntry:
+def _decode_entry(document: dict[str, Any], schema: int) -> CorpusEntry:
     codec.take(document, (*_ENTRY, "case"), "the entry")
     texts = {name: codec.decode_text(document[name], name) for name in _ENTRY[:5]}
     if not isinstance(document["lossless"], bool):
@@ -171,7 +171,7 @@ def _decode_entry(document: dict[str, Any]) -> CorpusEntry:
         }
         expected = Expected(**found)
     return CorpusEntry(
-        case=decode_case(document["case"]),
+        case=decode_case(document["case"], schema),
         law=texts["law"],
         note=texts["note"],
         source=texts["source"],
@@ -187,11 +187,11 @@ def _decode_entry(document: dict[str, Any]) -> CorpusEntry:
 def _parse(raw: bytes) -> tuple[CorpusEntry, str]:
     document = codec.parse_object(raw)
     schema = document.pop("schema", None)
-    if schema != SCHEMA or isinstance(schema, bool):
-        raise CorpusError(f"schema={schema!r}, but this treeconv reads schema {SCHEMA}")
+    if isinstance(schema, bool) or schema not in range(1, SCHEMA + 1):
+        raise CorpusError(f"schema={schema!r}, but this treeconv reads schema 1 to {SCHEMA}")
     stored = document.pop("sha256", None)
     digest = codec.sha256(codec.canonical(document))
-    entry = _decode_entry(document)  # before the checksum: it says *what* is wrong
+    entry = _decode_entry(document, schema)  # before the checksum: it says *what* is wrong
     if stored != digest:
         raise CorpusError(
             f"checksum mismatch: sha256={stored!r}, but the content's is {digest}; after editing by hand,"
@@ -233,7 +233,7 @@ def save_entry(directory: str | Path, entry: CorpusEntry) -> Path:
         raise InvalidArgument(f"parameters={entry.parameters!r}, but must be JSON values without floats")
     document = _encode_entry(entry)
     digest = codec.sha256(codec.canonical(document))
-    content = (codec.pretty({"schema": SCHEMA, "sha256": digest, **document}) + "\n").encode()
+    content = (codec.pretty({"schema": schema_of(entry.case), "sha256": digest, **document}) + "\n").encode()
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{entry.law}-{digest[:12]}.json"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from treeconv.case import Request, VerifyCase
+    from treeconv.filters import FilterOrder
     from treeconv.oracle import Stop, TargetRows
     from treeconv.tree import VerifyOutput
 
@@ -56,6 +57,10 @@ class Violation(Exception):
         want: what the oracle does.
 
         why: the deciding number: boundary, coin and their distance.
+
+        coins: what was tossed, where not the request's own.
+
+        case: what was judged, where it is not the law's case itself but one made of it.
     """
 
     request: int
@@ -63,13 +68,15 @@ class Violation(Exception):
     want: str
     why: str = ""
     coins: tuple[tuple[float, ...], float] | None = field(default=None)
+    case: VerifyCase | None = None
 
 
-def target_rows(request: Request, kind: str) -> TargetRows:
-    """The oracle's view of a request's rows."""
+def target_rows(request: Request, kind: str, filter_order: FilterOrder = "sequential") -> TargetRows:
+    """The oracle's view of a request's rows, its filters applied in the case's ``filter_order``."""
+    cuts = request.cuts(filter_order)
     if kind == "probs":
-        return oracle.TargetRows.from_probs(request.rows)
-    return oracle.TargetRows.from_logits(request.rows, request.temperature)
+        return oracle.TargetRows.from_probs(request.rows, cuts)
+    return oracle.TargetRows.from_logits(request.rows, request.temperature, cuts)
 
 
 def observe(trees: Sequence[DraftTree], output: VerifyOutput, slots: int) -> list[Observed]:
@@ -137,13 +144,10 @@ def is_ambiguous(
     tree: DraftTree, rows: TargetRows, accept: Sequence[float], final: float, depth_cap: int
 ) -> bool:
     """Whether float32 may rightly decide these coins in more than one way."""
-    stops = list(_stops(tree, rows, accept, depth_cap))
-    if len(stops) != 1:
-        return True
-    if not stops[0].path:
-        return False
-    bonus = rows[stops[0].path[-1]].bonus(stops[0].rejected)
-    return sum(bonus.admits(token, final) for token in bonus.tokens) != 1
+    outcomes: set[tuple[tuple[int, ...], int]] = set()
+    for stop in _stops(tree, rows, accept, depth_cap):
+        outcomes |= {(stop.path, token) for token in stop.admitted(final)} or {(stop.path, -1)}
+    return len(outcomes) != 1
 
 
 def judge(
@@ -161,7 +165,7 @@ def judge(
                 continue
             if stop.status is not RowStatus.OK:
                 return None
-            if rows[stop.path[-1]].bonus(stop.rejected).admits(observed.tokens[-1], final):
+            if stop.admits(observed.tokens[-1], final):
                 return None
     want = oracle.canonical_walk(tree, rows, accept, final, depth_cap)
     wanted = Observed(want.path, want.tokens, want.status)
@@ -250,9 +254,10 @@ def explain(
     violation: Violation,
 ) -> LawBroken:
     """The failure a person reads: law, picture of the tree with its laws and coins, got, want, distance."""
+    case = violation.case or case
     request: Any = case.requests[violation.request]
     accept, final = violation.coins or (tuple(request.accept.tolist()), request.final)
-    rows = target_rows(request, case.kind)
+    rows = target_rows(request, case.kind, case.filter_order)
     keep = _worth_drawing(request.tree, rows, accept, final, case.effective_depth_cap, violation.got)
     notes = {
         node: _masses(rows, node, case.vocab_size)
@@ -263,9 +268,12 @@ def explain(
     if len(picture) > _MAX_LINES:
         picture = [*picture[: _MAX_LINES - 1], f"... ({len(request.tree)} nodes in all)"]
     temperature = "" if case.kind == "probs" else f", temperature {request.temperature!r}"
+    cuts = request.cuts(case.filter_order)
+    filters = f", {cuts}" if cuts.are_on(case.vocab_size) else ""
     summary = (
         f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"
-        f" {case.rows_dtype}{temperature}, {case.effective_depth_cap} accept slots, final coin {final!r}"
+        f" {case.rows_dtype}{temperature}{filters}, {case.effective_depth_cap} accept slots,"
+        f" final coin {final!r}"
     )
     lines = [
         f"law broken: {law}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from treeconv import _filter_checks as filter_check
 from treeconv import _law_checks as check
 from treeconv._drive import as_probs
 from treeconv.judge import Violation, explain
@@ -59,9 +60,22 @@ class Law:
             raise error from None
 
 
+_DYADIC = ("dyadic", "dyadic_small", "zero_mass", "filtered", "filtered_roots", "filtered_small")
+_FILTERED = (
+    "filtered",
+    "filtered_roots",
+    "filtered_small",
+    "filtered_logits",
+    "filtered_batches",
+    "filtered_wide",
+)
+
+
 def why_not(law: Law, backend: Backend) -> str | None:
     """Why a law does not apply to a backend, or None where it does."""
-    if law.cases in ("dyadic", "dyadic_small", "zero_mass") and not backend.traits.takes_probs:
+    if law.cases in _FILTERED and not backend.traits.takes_filters:
+        return "the backend takes no filters (top-k, top-p, min-p)"
+    if law.cases in _DYADIC and not backend.traits.takes_probs:
         return "needs the probability interface (verify_probs), which dyadic laws are stated in"
     if law.cases == "bad_rows" and not backend.traits.reports_status:
         return "the backend does not claim to report unusable rows"
@@ -160,6 +174,48 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "a visited row of NaN, +inf or only -inf is reported for its own request, and only there",
         check.bad_rows,
         "bad_rows",
+    ),
+    Law(
+        "critical-cuts",
+        "where a filter's cut flips, and just beside, exactly the right tokens are kept, in both orders",
+        filter_check.critical_cuts,
+        "filtered_roots",
+    ),
+    Law(
+        "filters",
+        "top-k, top-p and min-p keep exactly the tokens they must; drafts and bonus follow the law left",
+        filter_check.filters,
+        "filtered",
+    ),
+    Law(
+        "filters-logits",
+        "from logits, filters keep what the exact law keeps, but where float32 cannot tell a cut",
+        filter_check.filters,
+        "filtered_logits",
+    ),
+    Law(
+        "filters-wide",
+        "the same over trees of up to 70 nodes and vocabularies of thousands",
+        check.oracle_agreement,
+        "filtered_wide",
+    ),
+    Law(
+        "filter-parity",
+        "behind any draft the filtered law is the one that plain sampling has with the same filters",
+        filter_check.parity,
+        "filtered_small",
+    ),
+    Law(
+        "filters-batch",
+        "a filtered request decides alike alone, padded, permuted, batched, whatever its neighbours' filters",
+        check.batch_invariance,
+        "filtered_batches",
+    ),
+    Law(
+        "filters-purity",
+        "filters are not applied in place: rows and filters come back as they were",
+        filter_check.purity,
+        "filtered_batches",
     ),
 )
 

@@ -56,6 +56,8 @@ def why_not_judged(entry: CorpusEntry, backend: Backend | None) -> str | None:
         kind, traits = entry.case.kind, backend.traits
         if kind == "probs" and not traits.takes_probs:
             return "the case holds probabilities, and the backend takes logits only"
+        if getattr(entry.case, "is_filtered", False) and not traits.takes_filters:
+            return "the case has filters, and the backend takes none"
     return why_not(law, backend)
 
 
@@ -196,7 +198,7 @@ def replay_trace(
 
     def check(case: VerifyCase, backend: Backend, device: str) -> int:
         subject = case.requests[0]
-        rows = target_rows(subject, case.kind)
+        rows = target_rows(subject, case.kind, case.filter_order)
         cap = case.effective_depth_cap
         own = (subject.accept.tolist(), subject.final)
         sweep = oracle.sweep_coins(subject.tree, rows, cap, max_final=4)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["draw_coins", "row_status", "target_probs"]
+    from treeconv.filters import Cuts
+
+__all__ = ["draw_coins", "filtered_probs", "row_status", "target_probs"]
 
 
 def row_status(row: NDArray[np.floating[Any]], *, is_probs: bool = False) -> RowStatus:
@@ -62,6 +64,34 @@ def target_probs(logits: Any, temperature: float) -> NDArray[np.float32]:
     with np.errstate(over="ignore", under="ignore"):
         weights = np.exp((row - row.max()) / np.float32(temperature))
         result: NDArray[np.float32] = weights / weights.sum()
+    return result
+
+
+def filtered_probs(probs: NDArray[np.float32], cuts: Cuts) -> NDArray[np.float32]:
+    """The law after top-k, top-p and min-p, renormalised; see :mod:`treeconv.filters`.
+
+    Args:
+        probs: ``[vocab]`` float32 >= 0 with positive mass. Not written to.
+
+        cuts: one request's filters. Where all are off the law is returned as it is.
+
+    Returns:
+        ``[vocab]`` float32, exactly 0 where a token was cut.
+    """
+    if not cuts.are_on(probs.size):
+        return probs
+    order = np.argsort(-probs, kind="stable")  # stable: among equals the lowest id comes first
+    falling = probs[order].astype(np.float64)  # sums over a large vocabulary drift in float32
+    k = falling.size if cuts.top_k is None else min(cuts.top_k, falling.size)
+    is_kept = np.arange(falling.size) < k
+    if cuts.top_p < 1:
+        total = falling[:k].sum() if cuts.order == "sequential" else falling.sum()
+        mass_before = np.concatenate([[0.0], np.cumsum(falling)[:-1]])
+        is_kept &= mass_before < cuts.top_p * total
+    is_kept &= falling >= cuts.min_p * falling[0]
+    result = np.zeros_like(probs)
+    kept = order[is_kept]
+    result[kept] = probs[kept] / np.float32(falling[is_kept].sum())
     return result
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from treeconv.case import Request, VerifyCase
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
+from treeconv.filters import FILTER_ORDERS
 from treeconv.tree import DraftTree, VerifyInput
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "coins",
     "draft_trees",
     "dyadic_rows",
+    "filters_for",
     "target_logits",
     "temperatures",
     "tree_batches",
@@ -209,8 +211,12 @@ def target_logits(
 
 
 @st.composite
-def dyadic_rows(draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int = 12) -> NDArray[np.float32]:
+def dyadic_rows(
+    draw: DrawFn, num_nodes: int, vocab_size: int, *, min_bits: int = 1, max_bits: int = 12
+) -> NDArray[np.float32]:
     """``[num_nodes, vocab_size]`` probability rows whose masses are multiples of ``2**-max_bits``.
+
+    * ``min_bits``, ``max_bits``: a row's masses are multiples of one power of two between these.
 
     Every float32 sum of them is exact, so a sampler's decision at a boundary and at its float neighbours
     is known exactly. Small denominators are common, and with them zero masses and ties.
@@ -219,7 +225,9 @@ def dyadic_rows(draw: DrawFn, num_nodes: int, vocab_size: int, *, max_bits: int 
     """
     rows = np.zeros((num_nodes, vocab_size), np.float32)
     for node in range(num_nodes):
-        bits = draw(st.sampled_from([b for b in (1, 2, 4, max_bits) if b <= max_bits]), label="bits")
+        bits = draw(
+            st.sampled_from([b for b in (1, 2, 4, max_bits) if min_bits <= b <= max_bits]), label="bits"
+        )
         whole = 1 << bits
         cuts = sorted(draw(st.lists(st.integers(0, whole), min_size=vocab_size - 1, max_size=vocab_size - 1)))
         # Measured from the top, so that zeros (the simplest cuts) leave all mass on token 0.
@@ -255,6 +263,67 @@ def _spread_coins(draw: DrawFn, count: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).random(count, dtype=np.float32)
 
 
+def _edges(values: NDArray[np.float64], step: float | None) -> list[float]:
+    """Float32 values at and beside these, within [0, 1]; multiples of ``step`` where one is given."""
+    found: set[float] = set()
+    for value in values.tolist():
+        at = round(value / step) * step if step else float(np.float32(value))
+        apart = step or float(np.spacing(np.float32(at))) * 64  # beyond what a law's own rounding blurs
+        found |= {at, at - apart, at + apart}
+    return sorted(edge for edge in found if 0 <= edge <= 1)
+
+
+@st.composite
+def filters_for(draw: DrawFn, rows: NDArray[np.float32], temperature: float | None = None) -> dict[str, Any]:
+    """``top_k``, ``top_p`` and ``min_p`` of a request with these rows, as arguments of :class:`Request`.
+
+    Each is off, at an extreme, or made for one of the rows: so that a cut falls between ties, exactly on a
+    running sum of that row's law, or on one token's share of the largest mass, and just beside those.
+
+    * ``temperature``: of rows of logits; None where they are probabilities. Then top-p is a multiple of
+      2**-24, so that 1 - top_p is exact too: comparing with either is right.
+
+    Shrinks towards no filters at all.
+    """
+    kinds = ["", "k", "p", "m", "kp", "kp", "km", "pm", "kpm"]
+    which = draw(st.sampled_from(kinds), label="filters")
+    if not which:
+        return {}
+    # The root is always visited; other nodes are not.
+    node = draw(st.one_of(st.just(0), st.integers(0, len(rows) - 1)), label="filters made for node")
+    row = rows[node].astype(np.float64)
+    if temperature is not None:
+        with np.errstate(over="ignore", under="ignore"):
+            row = np.exp((row - row.max()) / (temperature or 1.0))
+    law = np.sort(row)[::-1] / row.sum()
+    filters: dict[str, Any] = {}
+    left = law  # what the filters other than top-p leave
+    if "k" in which:
+        support = int((law > 0).sum())
+        inside_k = st.integers(min(2, support), max(1, support - 1)) if support > 2 else st.just(1)
+        extremes_k = st.sampled_from([1, max(1, law.size - 1), law.size, law.size + 1, support, 2**30])
+        filters["top_k"] = draw(st.one_of(inside_k, inside_k, extremes_k), label="top_k")
+        left = left[: filters["top_k"]]
+    if "m" in which:
+        inside_m = st.sampled_from(_edges(law[:64][law[:64] > 0] / law[0], None))
+        extremes_m = st.sampled_from([1.0, 0.0, 0.5, 0.25, 0.1, 2.0**-24])
+        filters["min_p"] = draw(st.one_of(inside_m, inside_m, extremes_m), label="min_p")
+        left = left[left >= filters["min_p"] * law[0]]
+    if "p" in which:
+        step = 2.0**-24 if temperature is None else None
+        sums, total = np.cumsum(left[:64]), left.sum()
+        # At and beside a boundary as the joint order sees it, as the sequential one does, and between.
+        places = [
+            _edges(sums, step),
+            _edges(sums / total, step),
+            _edges(sums[:-1] * (1 + 1 / total) / 2, step),
+        ]
+        inside_p = [st.sampled_from([p for p in edges if p > 0]) for edges in places if any(edges)]
+        extremes_p = st.sampled_from([1.0, 0.5, 2.0**-24, round(0.9 * 2**24) / 2**24, 1 - 2.0**-24])
+        filters["top_p"] = draw(st.one_of(*inside_p, inside_p[-1], extremes_p), label="top_p")
+    return filters
+
+
 @st.composite
 def verify_cases(
     draw: DrawFn,
@@ -263,24 +332,28 @@ def verify_cases(
     min_requests: int = 1,
     max_requests: int = 1,
     max_nodes: int = 8,
+    min_vocab: int = 1,
     max_vocab: int = 9,
     max_bits: int = 12,
     shapes: Sequence[str] = tuple(_SHAPES),
     allow_depth_cap: bool = True,
+    allow_filters: bool = False,
     rows_dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
 ) -> VerifyCase:
     """Whole verification calls: trees, rows, temperatures and coins.
 
     * ``kind``: "logits" (with temperatures, in several dtypes) or "probs" (dyadic laws).
     * ``min_requests``, ``max_requests``: trees in the batch, each with its own temperature.
-    * ``max_nodes``, ``max_vocab``: sizes; the vocabulary is often no multiple of 4.
+    * ``max_nodes``, ``min_vocab``, ``max_vocab``: sizes; the vocabulary is often no multiple of 4.
     * ``max_bits``: dyadic masses are multiples of ``2**-max_bits``.
     * ``allow_depth_cap``: whether some calls cap the accepted path below the tree's depth.
+    * ``allow_filters``: whether most requests carry top-k, top-p or min-p, in one of the two orders.
 
-    Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5.
+    Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5, no filters.
     """
     _check_bounds("requests", min_requests, max_requests, 1)
-    vocab = draw(_sizes(1, max_vocab), label="vocab")
+    _check_bounds("vocab", min_vocab, max_vocab, 1)
+    vocab = draw(_sizes(min_vocab, max_vocab), label="vocab")
     count = draw(st.integers(min_requests, max_requests), label="requests")
     dtype = draw(st.sampled_from(list(rows_dtypes)), label="dtype") if kind == "logits" else "float32"
     requests = []
@@ -294,13 +367,17 @@ def verify_cases(
             if _LEAST_SCALED <= temperature <= 0.1 and draw(st.integers(0, 2), label="scale?"):
                 rows = _rounded(rows * np.float32(temperature), dtype)
         else:
-            rows = draw(dyadic_rows(len(tree), vocab, max_bits=max_bits))
+            min_bits = min(2, max_bits) if allow_filters else 1  # a filter wants something to cut
+            rows = draw(dyadic_rows(len(tree), vocab, min_bits=min_bits, max_bits=max_bits))
             temperature = 1.0
-        requests.append(Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins())))
+        filters = draw(filters_for(rows, temperature if kind == "logits" else None)) if allow_filters else {}
+        request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
+        requests.append(request)
     cap = None
     if allow_depth_cap and draw(st.integers(0, 3), label="cap?") == 3:
         cap = draw(st.integers(1, 1 + max(request.tree.depth for request in requests)), label="depth cap")
-    return VerifyCase(requests=tuple(requests), kind=kind, depth_cap=cap, rows_dtype=dtype)  # type: ignore[arg-type]
+    order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else FILTER_ORDERS[0]
+    return VerifyCase(tuple(requests), kind, None, cap, dtype, order)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -322,7 +399,7 @@ def _bad_row_cases(draw: DrawFn) -> VerifyCase:
 
 
 @st.composite
-def _wide_cases(draw: DrawFn) -> VerifyCase:
+def _wide_cases(draw: DrawFn, *, allow_filters: bool = False) -> VerifyCase:
     """Trees of up to 70 nodes (siblings beyond a warp) over vocabularies beyond any block size.
 
     The rows come from one drawn seed: thousands of drawn numbers would be slow, and shrink no better.
@@ -335,8 +412,10 @@ def _wide_cases(draw: DrawFn) -> VerifyCase:
     for node in range(1, len(tree)):  # drafts are likely tokens, so that walks go deep
         rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
     temperature = draw(temperatures(), label="temperature")
-    request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()))
-    return VerifyCase(requests=(request,))
+    filters = draw(filters_for(rows, temperature)) if allow_filters else {}
+    order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else FILTER_ORDERS[0]
+    request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
+    return VerifyCase(requests=(request,), filter_order=order)
 
 
 def _as_logits(case: VerifyCase) -> VerifyCase:
@@ -349,8 +428,11 @@ def _as_logits(case: VerifyCase) -> VerifyCase:
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
-    * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows or wide.
+    * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows, wide;
+      with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
+      filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters.
     """
+    filtered: dict[str, Any] = {"max_nodes": 5, "min_vocab": 2, "allow_filters": True}
     strategies: dict[str, Any] = {
         "logits": lambda: verify_cases(max_requests=2),
         "dyadic": lambda: verify_cases(kind="probs"),
@@ -361,6 +443,12 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
         "bad_rows": _bad_row_cases,
         "wide": _wide_cases,
+        "filtered": lambda: verify_cases(kind="probs", max_requests=2, **filtered),
+        "filtered_roots": lambda: verify_cases(kind="probs", max_nodes=1, min_vocab=2, max_bits=4),
+        "filtered_small": lambda: verify_cases(kind="probs", **{**filtered, "max_nodes": 4, "max_vocab": 6}),
+        "filtered_logits": lambda: verify_cases(max_requests=2, **filtered),
+        "filtered_batches": lambda: verify_cases(min_requests=2, max_requests=4, **filtered),
+        "filtered_wide": lambda: _wide_cases(allow_filters=True),
     }
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")

@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treeconv import Coins, DraftTree, build_draft_tree, oracle, to_draft_trees, to_verify_input, verify
+from treeconv.filters import Cuts
 
 V = 163840  # Kimi K2's vocabulary
 NODES = 64
@@ -105,6 +106,28 @@ def test_oracle_walk_takes_at_most_5_ms(benchmark, timed):
         median = benchmark.stats.stats.median * 1e3
         print(f"\noracle.walk: {median:.2f} ms, {NODES} nodes, V = 1024, {len(walk.path)} rows")  # noqa: T201
         assert median <= 5
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [Cuts(top_k=50), Cuts(top_p=0.95), Cuts(min_p=0.05), Cuts(top_k=1000, top_p=0.9, min_p=0.001)],
+    ids=str,
+)
+def test_oracle_takes_at_most_50_ms_for_a_filtered_row(benchmark, timed, cuts):
+    """From logits to a judged draw: the law, every alternative of it, two children and the bonus."""
+    logits = (np.random.default_rng(2).normal(0, 3, (1, V))).astype(np.float32)
+
+    def judged():
+        rows = oracle.TargetRows.from_logits(logits, T, cuts)
+        stops = list(oracle.admissible_stops(DraftTree([-1, 0, 0], [0, 5, 7]), rows, [0.999999], 2))
+        return stops[0].row.bonus(stops[0].rejected).draw(0.5), stops
+
+    token, stops = benchmark.pedantic(judged, rounds=20, warmup_rounds=2)
+    assert stops[0].admits(token, 0.5)
+    if timed:
+        median = benchmark.stats.stats.median * 1e3
+        print(f"\noracle, {cuts}: {median:.1f} ms a row, V = {V}, {len(stops)} laws")  # noqa: T201
+        assert median <= 50
 
 
 def test_eager_takes_at_most_1_5_softmaxes_of_the_visited_rows(benchmark, timed, threads):

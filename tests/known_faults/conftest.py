@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from treeconv import Coins, DraftTree, RowStatus, oracle, to_verify_input, verify, verify_probs
+from treeconv.filters import Cuts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,14 +46,18 @@ class Sampler:
         final: float = 0.5,
         depth_cap: int | None = None,
         dtype: torch.dtype = torch.float32,
+        filters: dict[str, object] | None = None,
     ) -> Decision:
-        """Decide one tree. ``accept``: node -> coin, or one coin for all; unstated coins are .5."""
+        """Decide one tree. ``accept``: node -> coin, or one coin for all; unstated coins are .5.
+
+        ``filters``: top_k, top_p, min_p, filter_order, as ``verify`` takes them.
+        """
         coins = (
             [accept] * len(tree)
             if not isinstance(accept, dict)
             else [accept.get(node, 0.5) for node in range(len(tree))]
         )
-        return self.many(tree, rows, [(coins, final)], temperature, depth_cap, dtype)[0]
+        return self.many(tree, rows, [(coins, final)], temperature, depth_cap, dtype, filters)[0]
 
     def many(
         self,
@@ -62,6 +67,7 @@ class Sampler:
         temperature: float | None = None,
         depth_cap: int | None = None,
         dtype: torch.dtype = torch.float32,
+        filters: dict[str, object] | None = None,
     ) -> list[Decision]:
         """Decide the same tree under several coin vectors."""
         # Rows that the case leaves unsaid are NaN: looking at one would show.
@@ -69,10 +75,12 @@ class Sampler:
         full[: len(rows)] = rows
         typed = torch.from_numpy(full).to(dtype)
         if self.name == "oracle":
+            given_filters = dict(filters or {})
+            cuts = Cuts(order=given_filters.pop("filter_order", "sequential"), **given_filters)
             law = (
-                oracle.TargetRows.exact(full)
+                oracle.TargetRows.exact(full, cuts)
                 if temperature is None
-                else oracle.TargetRows.from_logits(typed, temperature)
+                else oracle.TargetRows.from_logits(typed, temperature, cuts)
             )
             walks = [oracle.walk(tree, law, Coins(accept, final), depth_cap) for accept, final in coins]
             return [Decision(walk.path, walk.tokens, walk.status) for walk in walks]
@@ -80,9 +88,11 @@ class Sampler:
         given = Coins([accept for accept, _ in coins], [final for _, final in coins])
         copies = typed.expand(len(coins), *typed.shape)
         output = (
-            verify_probs(batch, copies, given, backend=self.name, depth_cap=depth_cap)
+            verify_probs(batch, copies, given, backend=self.name, depth_cap=depth_cap, **(filters or {}))
             if temperature is None
-            else verify(batch, copies, temperature, given, backend=self.name, depth_cap=depth_cap)
+            else verify(
+                batch, copies, temperature, given, backend=self.name, depth_cap=depth_cap, **(filters or {})
+            )
         )
         paths = [
             tuple(index - request * len(tree) for index in row if index != -1)

@@ -29,7 +29,6 @@ X1 X2 X3 X4 X5 X6
 KNOWN = _LIST.split()
 
 CHAIN_RULE = "needs the rule that knows q (chain speculative sampling); the target-only rule never reads q"
-FILTERS = "needs top-k, top-p and min-p in the target law"
 STOPS = "needs stop tokens"
 GRAMMAR = "needs processor state (grammar masks, penalties) on nodes"
 
@@ -40,11 +39,6 @@ WAITING = {
     "B11": CHAIN_RULE,
     "B12": CHAIN_RULE + "; and a reduced draft vocabulary (d2t)",
     "B14": "needs recursive rejection sampling without replacement",
-    "B17": FILTERS + ", and filter_order",
-    "B18": FILTERS,
-    "B19": FILTERS,
-    "B20": FILTERS,
-    "B23": FILTERS + "; that inputs stay unmutated is the law purity",
     "B24": CHAIN_RULE,
     "B31": CHAIN_RULE + "; Gumbel noise likewise",
     "B35": "needs ranks that share one coin",

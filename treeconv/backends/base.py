@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from treeconv.filters import Filters
+
 __all__ = ["Backend", "BackendTraits", "FunctionBackend"]
 
 
@@ -33,6 +35,8 @@ class BackendTraits:
         devices: device types it runs on.
 
         rows_dtypes: dtypes of logits it takes.
+
+        takes_filters: both interfaces take ``filters`` (top-k, top-p and min-p).
     """
 
     takes_logits: bool = True
@@ -41,6 +45,7 @@ class BackendTraits:
     graph_safe: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     rows_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    takes_filters: bool = False
 
 
 @runtime_checkable
@@ -49,6 +54,10 @@ class Backend(Protocol):
 
     Inputs arrive validated. ``temperature`` is float32 ``[B]``; ``coins.accept`` float32 ``[B, N]`` and
     ``coins.final`` float32 ``[B]``; all on the batch's device. Inputs must not be written to.
+
+    ``filters`` is handed over only where some request may have one on, and only to a backend whose traits
+    claim ``takes_filters``: one that does not may leave the parameter out. A request whose own filters are
+    all off (:meth:`Cuts.are_on`) is decided as if there were none.
     """
 
     name: str
@@ -61,11 +70,17 @@ class Backend(Protocol):
         temperature: torch.Tensor,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None = None,
     ) -> VerifyOutput:
         """Verify from ``logits [B, N, V]``."""
 
     def verify_probs(
-        self, batch: VerifyInput, target_probs: torch.Tensor, coins: Coins, depth_cap: int
+        self,
+        batch: VerifyInput,
+        target_probs: torch.Tensor,
+        coins: Coins,
+        depth_cap: int,
+        filters: Filters | None = None,
     ) -> VerifyOutput:
         """Verify from ``target_probs [B, N, V]`` float32."""
 
@@ -74,9 +89,10 @@ class FunctionBackend:
     """A plain function as a backend; which interface it has is read off its parameter names.
 
     ``f(batch, target_probs, coins, depth_cap)`` takes probabilities, and
-    ``f(batch, logits, temperature, coins, depth_cap)`` logits. Both return a :class:`VerifyOutput`, or
-    ``(accept_index, accept_token_num, predicts)`` with an optional fourth ``status``. A function that
-    gives no status is not judged on unusable rows.
+    ``f(batch, logits, temperature, coins, depth_cap)`` logits; one that has a further parameter ``filters``
+    is judged on filtered laws too (it gets None where there are none). Both return a
+    :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
+    ``status``. A function that gives no status is not judged on unusable rows.
 
     Raises:
         BackendUnavailable: parameters of neither kind.
@@ -98,6 +114,7 @@ class FunctionBackend:
             takes_probs=takes_probs and not takes_logits,
             reports_status=bool(getattr(function, "reports_status", False)),
             devices=tuple(getattr(function, "devices", ("cpu", "cuda"))),
+            takes_filters="filters" in parameters,
         )
 
     def _output(self, result: Any) -> VerifyOutput:
@@ -121,18 +138,41 @@ class FunctionBackend:
         temperature: torch.Tensor,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None = None,
     ) -> VerifyOutput:
         """Call the function with logits."""
         return self._output(
             self._function(
-                batch=batch, logits=logits, temperature=temperature, coins=coins, depth_cap=depth_cap
+                batch=batch,
+                logits=logits,
+                temperature=temperature,
+                coins=coins,
+                depth_cap=depth_cap,
+                **self._more(filters),
             )
         )
 
     def verify_probs(
-        self, batch: VerifyInput, target_probs: torch.Tensor, coins: Coins, depth_cap: int
+        self,
+        batch: VerifyInput,
+        target_probs: torch.Tensor,
+        coins: Coins,
+        depth_cap: int,
+        filters: Filters | None = None,
     ) -> VerifyOutput:
         """Call the function with probabilities."""
         return self._output(
-            self._function(batch=batch, target_probs=target_probs, coins=coins, depth_cap=depth_cap)
+            self._function(
+                batch=batch,
+                target_probs=target_probs,
+                coins=coins,
+                depth_cap=depth_cap,
+                **self._more(filters),
+            )
         )
+
+    def _more(self, filters: Filters | None) -> dict[str, Any]:
+        if not self.traits.takes_filters:
+            assert filters is None, "handed filters that its traits do not claim"
+            return {}
+        return {"filters": filters}

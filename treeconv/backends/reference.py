@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from treeconv.backends.base import BackendTraits
-from treeconv.sampling import row_status, target_probs
+from treeconv.filters import Cuts
+from treeconv.sampling import filtered_probs, row_status, target_probs
 from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput, as_float_array
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     import torch
     from numpy.typing import NDArray
+
+    from treeconv.filters import Filters
 
     # Gives the law at a node of one request, or why there is none.
     Law = Callable[[int], tuple[RowStatus, NDArray[np.float32]]]
@@ -87,7 +90,7 @@ class ReferenceBackend:
     """Readable NumPy float32; CPU tensors only."""
 
     name = "reference"
-    traits = BackendTraits(devices=("cpu",))
+    traits = BackendTraits(devices=("cpu",), takes_filters=True)
 
     def verify(
         self,
@@ -96,25 +99,36 @@ class ReferenceBackend:
         temperature: torch.Tensor,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None = None,
     ) -> VerifyOutput:
-        """Softmax each visited row at its request's temperature, then walk."""
+        """Softmax each visited row at its request's temperature, filter it, then walk."""
         temperatures = temperature.tolist()
+        cuts = filters.cuts() if filters else [Cuts()] * batch.batch_size
 
         def law(request: int, node: int) -> tuple[RowStatus, NDArray[np.float32]]:
             row = as_float_array(logits[request, node]).astype(np.float32)
             status = row_status(row)
-            return status, target_probs(row, temperatures[request]) if status is RowStatus.OK else row
+            if status is not RowStatus.OK:
+                return status, row
+            return status, filtered_probs(target_probs(row, temperatures[request]), cuts[request])
 
         return self._run(batch, law, coins, depth_cap)
 
     def verify_probs(
-        self, batch: VerifyInput, target_probs: torch.Tensor, coins: Coins, depth_cap: int
+        self,
+        batch: VerifyInput,
+        target_probs: torch.Tensor,
+        coins: Coins,
+        depth_cap: int,
+        filters: Filters | None = None,
     ) -> VerifyOutput:
-        """Walk on the probabilities as they are."""
+        """Walk on the probabilities as they are, or filtered."""
+        cuts = filters.cuts() if filters else [Cuts()] * batch.batch_size
 
         def law(request: int, node: int) -> tuple[RowStatus, NDArray[np.float32]]:
             row = as_float_array(target_probs[request, node]).astype(np.float32)
-            return row_status(row, is_probs=True), row
+            status = row_status(row, is_probs=True)
+            return status, filtered_probs(row, cuts[request]) if status is RowStatus.OK else row
 
         return self._run(batch, law, coins, depth_cap)
 

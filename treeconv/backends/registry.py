@@ -85,11 +85,19 @@ def available_backends() -> dict[str, str | None]:
     return reasons
 
 
-def choose_backend(device: torch.device) -> Backend:
-    """What ``backend="auto"`` means: ``triton`` on a CUDA device where it can be imported, else ``eager``."""
+def choose_backend(device: torch.device, *, takes_filters: bool = False) -> Backend:
+    """What ``backend="auto"`` means: ``triton`` on a CUDA device where it can be imported, else ``eager``.
+
+    Args:
+        device: where the batch is.
+
+        takes_filters: whether a filter is on: a backend that takes none is passed over.
+    """
     if device.type == "cuda":
         try:
-            return get_backend("triton")
+            triton = get_backend("triton")
         except BackendUnavailable:
-            pass
+            return get_backend("eager")
+        if triton.traits.takes_filters or not takes_filters:
+            return triton
     return get_backend("eager")

@@ -15,7 +15,8 @@ from treeconv.oracle._pmf import (
     outcome_pmf,
     sweep_coins,
 )
-from treeconv.oracle._rows import Bonus, EnclosedRow, ExactRow, Row, TargetRows, enclosure
+from treeconv.oracle._rows import Bonus, EnclosedRow, ExactRow, Row, enclosure
+from treeconv.oracle._target_rows import TargetRows
 from treeconv.oracle._walk import Stop, Walk, admissible_stops, canonical_walk, child_tokens, walk
 
 __all__ = [

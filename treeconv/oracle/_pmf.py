@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv.errors import InvalidArgument
-from treeconv.oracle._rows import ExactRow, TargetRows
+from treeconv.oracle._rows import ExactRow
+from treeconv.oracle._target_rows import TargetRows
 from treeconv.oracle._walk import child_tokens
 from treeconv.tree import DraftTree, RowStatus
 

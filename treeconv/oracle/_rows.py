@@ -7,7 +7,7 @@ is right. An :class:`ExactRow` has ``lower == upper`` wherever float32 itself is
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
@@ -25,14 +25,25 @@ if TYPE_CHECKING:
 
     Number = Fraction | float
 
-__all__ = ["ROUNDING", "Bonus", "EnclosedRow", "ExactRow", "Row", "TargetRows", "enclosure"]
+__all__ = [
+    "FLUSH",
+    "ROUNDING",
+    "Bonus",
+    "EnclosedRow",
+    "ExactRow",
+    "Row",
+    "enclosed_weights",
+    "enclosure",
+    "sum_error",
+    "unsampled",
+]
 
 ROUNDING = 2.0**-24  # unit roundoff of float32: half the distance from 1 to its upper neighbour
-_MAY_FLUSH = 2.0**-120  # masses below this may underflow to 0 in float32
+FLUSH = 2.0**-120  # masses below this may underflow to 0 in float32
 _FLOAT64_SLACK = 1e-11  # the enclosure's own float64 error, far below ROUNDING
 
 
-def _sum_error(terms: int) -> float:
+def sum_error(terms: int) -> float:
     """Relative error of a float32 sum of ``terms`` non-negative numbers: plain up to 32 terms, blocked above.
 
     A blocked or pairwise sum of V terms errs by the block's additions plus log2 of the number of blocks
@@ -59,9 +70,9 @@ class Bonus:
 
     def __init__(
         self,
-        tokens: Sequence[int],
-        sums: Sequence[Number],
-        certain: Sequence[bool] | None,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sums: Sequence[Number] | NDArray[np.float64],
+        certain: NDArray[np.bool_] | None,
         bounds: Callable[[], tuple[Sequence[Number], Sequence[Number]]],
     ) -> None:
         self.tokens = tokens
@@ -74,16 +85,16 @@ class Bonus:
         """Whether any token is left to draw."""
         return len(self.tokens) > 0
 
-    @cached_property
-    def _place(self) -> dict[int, int]:
-        return {token: place for place, token in enumerate(self.tokens)}
+    def _place(self, token: int) -> int | None:
+        place = bisect_left(self.tokens, token)
+        return place if place < len(self.tokens) and self.tokens[place] == token else None
 
     @cached_property
     def _first_last(self) -> int:
         """From this place on a token may be the last one with mass, to which a coin of 1 falls."""
         if self._certain is None:
             return len(self.tokens) - 1
-        return max((place for place, sure in enumerate(self._certain) if sure), default=0)
+        return int(np.flatnonzero(self._certain)[-1]) if self._certain.any() else 0
 
     @cached_property
     def bounds(self) -> tuple[Sequence[Number], Sequence[Number]]:
@@ -92,7 +103,7 @@ class Bonus:
 
     def admits(self, token: int, coin: float) -> bool:
         """Whether a correct sampler may draw ``token`` with this coin."""
-        place = self._place.get(token)
+        place = self._place(token)
         lower, upper = self.bounds
         if place is None or (place and lower[place - 1] > coin):
             return False
@@ -102,7 +113,7 @@ class Bonus:
         """The canonical token: smallest t with ``sum(t) > coin * total``, else the last of positive mass."""
         target = coin * self.sums[-1]
         # The last place is where a coin of 1 falls: no sum exceeds the target.
-        return self.tokens[bisect_right(self.sums, target, 0, len(self.sums) - 1)]
+        return int(self.tokens[bisect_right(self.sums, target, 0, len(self.sums) - 1)])
 
     def boundaries(self) -> list[tuple[Number, Number]]:
         """``(lower, upper)`` of each boundary between one token and the next."""
@@ -243,13 +254,16 @@ class ExactRow:
                     sums.append(total)
 
             def bounds() -> tuple[list[Fraction], list[Fraction]]:
-                slack = Fraction(0) if total & (total - 1) == 0 else Fraction(1 + 2**20, 2**44)
+                slack = self._bonus_slack(total)
                 points = [Fraction(value, total) for value in sums]
                 inner, last = points[:-1], points[-1:]
                 return [p * (1 - slack) for p in inner] + last, [p * (1 + slack) for p in inner] + last
 
             self._bonus[key] = Bonus(tokens, sums, None, bounds)
         return self._bonus[key]
+
+    def _bonus_slack(self, total: int) -> Fraction:
+        return Fraction(0) if total & (total - 1) == 0 else Fraction(1 + 2**20, 2**44)
 
     @property
     def lower(self) -> NDArray[np.float64]:
@@ -271,6 +285,10 @@ class EnclosedRow:
             that is handed probabilities does not).
 
         may_have: ``[V]`` bool; False where the mass is exactly zero.
+
+        optional: ``[V]`` bool; tokens that a correct sampler may leave out altogether, or None.
+
+        divisions: how often the sampler may divide by a sum on the way, where it does.
     """
 
     def __init__(
@@ -280,6 +298,8 @@ class EnclosedRow:
         may_have: NDArray[np.bool_],
         *,
         is_normalised: bool,
+        optional: NDArray[np.bool_] | None = None,
+        divisions: int = 1,
     ) -> None:
         self.status = RowStatus.OK
         self.vocab_size = int(weights.size)
@@ -287,11 +307,18 @@ class EnclosedRow:
         self._masses = weights / total if is_normalised else weights
         self._errors = errors
         self._may_have = may_have
-        # A division, and the error of the sum that divides.
+        # Each division rounds, and so does the sum that divides.
         self._scale_error = (
-            float(self._masses @ errors) + _sum_error(weights.size) + ROUNDING if is_normalised else 0.0
+            float(self._masses @ errors) + divisions * (sum_error(weights.size) + ROUNDING)
+            if is_normalised
+            else 0.0
         )
-        self._may_flush = self._masses < _MAY_FLUSH * max(1.0, total)
+        self._may_flush = self._masses < FLUSH * max(1.0, total)
+        self._certain_total = 1.0
+        if optional is not None:  # like what may underflow, only heavier
+            self._may_flush |= optional
+            self._certain_total = float(self._masses[~optional].sum())
+        self._own_roundings = 4 + 2 * (divisions - 1)  # of a quotient, beyond what cancels
         self._bonus: dict[tuple[int, ...], Bonus] = {}
 
     def mass(self, token: int) -> float:
@@ -311,7 +338,11 @@ class EnclosedRow:
             return 0.0, 0.0
         mass = self.mass(token)
         error = float(self._errors[token]) + self._scale_error + _FLOAT64_SLACK
-        upper = mass * (1 + error) + 2.0**-149
+        largest = mass
+        if self._certain_total < 1:  # alone with what is certain, its share is the largest
+            certain = self._certain_total - (mass if self.must_have_mass(token) else 0.0)
+            largest = mass / (mass + max(certain, 0.0)) if mass else 0.0
+        upper = largest * (1 + error) + 2.0**-149
         return (mass * (1 - error) if self.must_have_mass(token) else 0.0), upper
 
     def accept_bounds(self, tokens: Sequence[int]) -> list[tuple[Number, Number]]:
@@ -348,14 +379,15 @@ class EnclosedRow:
             counts = np.arange(1, tokens.size + 1)
             plain = np.minimum(counts - 1, 32 + 2 * np.log2(counts)) * ROUNDING
             band = weighted + sums * (
-                plain + (weighted[-1] if tokens.size else 0) + _sum_error(tokens.size) + 4 * ROUNDING
+                plain
+                + (weighted[-1] if tokens.size else 0)
+                + sum_error(tokens.size)
+                + self._own_roundings * ROUNDING
             )
             band += _FLOAT64_SLACK
             lower = np.maximum(sums - band - flushed, 0.0)
             upper = sums + band + (2.0**-149 if tokens.size else 0) + flushed[-1:].sum()
-            self._bonus[key] = Bonus(
-                tokens.tolist(), sums.tolist(), (~flush).tolist(), lambda: (lower.tolist(), upper.tolist())
-            )
+            self._bonus[key] = Bonus(tokens, sums, ~flush, lambda: (lower, upper))
         return self._bonus[key]
 
     @property
@@ -398,6 +430,18 @@ def enclosure(logits: Any, temperature: float = 1.0) -> ExactRow | EnclosedRow:
         InvalidArgument: logits that are no vector, or a temperature that is negative, NaN or infinite.
     """
     row = as_float_array(logits).astype(np.float64)
+    found = unsampled(row, temperature)
+    if found is not None:
+        return found
+    weights, errors = enclosed_weights(row, temperature)
+    return EnclosedRow(weights, errors, row > -np.inf, is_normalised=True)
+
+
+def unsampled(row: NDArray[np.float64], temperature: float) -> ExactRow | None:
+    """The row of logits that no softmax is taken of: an unusable one, or any at temperature 0. Else None.
+
+    Raises: as :func:`enclosure`.
+    """
     if row.ndim != 1 or row.size == 0:
         raise InvalidArgument(f"logits.shape={row.shape}, but must be [vocab], vocab >= 1")
     if not 0 <= temperature < float("inf"):
@@ -407,57 +451,16 @@ def enclosure(logits: Any, temperature: float = 1.0) -> ExactRow | EnclosedRow:
         return _BadRow(row.size, RowStatus.NAN)
     if np.isinf(peak):
         return _BadRow(row.size, RowStatus.POS_INF if peak > 0 else RowStatus.EMPTY)
-    if temperature == 0:
-        return ExactRow.one_hot(row.size, int(row.argmax()))
+    return ExactRow.one_hot(row.size, int(row.argmax())) if temperature == 0 else None
+
+
+def enclosed_weights(
+    row: NDArray[np.float64], temperature: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """``exp((x - max) / T)`` and the relative error that float32 may make in it; see :func:`enclosure`."""
     with np.errstate(over="ignore", under="ignore"):
         # The temperature a backend is handed is a float32; so is the oracle's.
-        arguments = (row - peak) / float(np.float32(temperature))
+        arguments = (row - row.max()) / float(np.float32(temperature))
         weights = np.exp(arguments)
     errors = np.where(weights > 0, (4 * np.abs(np.maximum(arguments, -1e3)) + 8) * ROUNDING, 0.0)
-    return EnclosedRow(weights, errors, row > -np.inf, is_normalised=True)
-
-
-def _is_dyadic(row: NDArray[np.float64]) -> bool:
-    """Whether every float32 sum of these masses is exact in any order: multiples of 2**-12, total <= 4."""
-    scaled = row * 2.0**12
-    return bool((scaled == np.floor(scaled)).all() and row.sum() <= 4)
-
-
-class TargetRows:
-    """The rows of one request, built when first visited: a row never visited is never looked at."""
-
-    def __init__(self, rows: Any, make: Any) -> None:
-        self._rows = rows
-        self._make = make
-        self._made: dict[int, Row] = {}
-
-    @classmethod
-    def exact(cls, target_probs: Any) -> TargetRows:
-        """Probabilities at their exact values, every boundary a point (``[n, V]``, floats or Fractions)."""
-        return cls(target_probs, ExactRow)
-
-    @classmethod
-    def from_logits(cls, logits: Any, temperature: float) -> TargetRows:
-        """Enclosures of ``[n, V]`` logits at a temperature."""
-        return cls(logits, lambda row: enclosure(row, temperature))
-
-    @classmethod
-    def from_probs(cls, target_probs: Any) -> TargetRows:
-        """What a float32 sampler sees of ``[n, V]`` probabilities: dyadic rows exactly, others enclosed."""
-
-        def make(values: Any) -> Row:
-            row = as_float_array(values).astype(np.float64)
-            exact = ExactRow(row)
-            if exact.status is not RowStatus.OK or _is_dyadic(row):
-                return exact
-            return EnclosedRow(row, np.zeros_like(row), row > 0, is_normalised=False)
-
-        return cls(target_probs, make)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, node: int) -> Row:
-        if node not in self._made:
-            self._made[node] = self._make(self._rows[node])
-        return self._made[node]
+    return weights, errors

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from treeconv.errors import InvalidArgument
-from treeconv.oracle._rows import TargetRows
+from treeconv.oracle._target_rows import TargetRows
 from treeconv.tree import Coins, DraftTree, RowStatus
 
 if TYPE_CHECKING:
@@ -41,11 +41,33 @@ class Walk:
 
 @dataclass(frozen=True)
 class Stop:
-    """One admissible end of the acceptance walk: where it stopped, and what was rejected there."""
+    """One admissible end of the acceptance walk.
+
+    Args:
+        path: accepted nodes, root first; empty where ``status`` is not OK.
+
+        rejected: the tokens tested and rejected at its end.
+
+        status: OK, or what the unusable row held.
+
+        row: the law it was decided by: the bonus is drawn from this one, not from another alternative.
+    """
 
     path: tuple[int, ...]
     rejected: tuple[int, ...]
     status: RowStatus = RowStatus.OK
+    row: Row | None = field(default=None, compare=False)
+
+    def admits(self, token: int, final: float) -> bool:
+        """Whether a correct sampler that stopped here may draw ``token`` with this final coin."""
+        return self.row is not None and self.row.bonus(self.rejected).admits(token, final)
+
+    def admitted(self, final: float) -> list[int]:
+        """Every token that a correct sampler may draw here; none where the row is unusable."""
+        if self.row is None:
+            return []
+        bonus = self.row.bonus(self.rejected)
+        return [int(token) for token in bonus.tokens if bonus.admits(token, final)]
 
 
 def child_tokens(tree: DraftTree, node: int) -> list[int]:
@@ -81,25 +103,28 @@ def admissible_stops(
 ) -> Iterator[Stop]:
     """Every end of the acceptance walk that a correct float32 sampler may reach with these coins.
 
-    Outside the ambiguity band that is one. Both answers are followed inside it.
+    Outside the ambiguity band that is one. Both answers are followed inside it, and every law that a
+    filter may leave where its cut is decided there; a stop says which law it was.
     """
     pending: list[tuple[int, ...]] = [(0,)]
     while pending:
         path = pending.pop()
         node = path[-1]
-        row = rows[node]
-        if row.status is not RowStatus.OK:
-            yield Stop((), (), row.status)
-            continue
-        if len(path) >= depth_cap:
-            yield Stop(path, ())
-            continue
-        tokens = child_tokens(tree, node)
-        for place in set(_choices(row, tokens, float(accept[node]))):
-            if place is None:
-                yield Stop(path, tuple(tokens))
-            else:
-                pending.append((*path, tree.children[node][place]))
+        accepted = set()
+        tokens = child_tokens(tree, node) if len(path) < depth_cap else []
+        for row in rows.alternatives(node):
+            if row.status is not RowStatus.OK:
+                yield Stop((), (), row.status)
+                continue
+            if len(path) >= depth_cap:
+                yield Stop(path, (), row=row)
+                continue
+            for place in set(_choices(row, tokens, float(accept[node]))):
+                if place is None:
+                    yield Stop(path, tuple(tokens), row=row)
+                else:
+                    accepted.add(place)
+        pending.extend((*path, tree.children[node][place]) for place in accepted)
 
 
 def canonical_walk(

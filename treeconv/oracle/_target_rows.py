@@ -1,0 +1,99 @@
+"""The rows of one request as the oracle sees them: built when first visited, filters applied."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeconv.oracle._filters import enclosed_alternatives, exact_alternatives, exactly_filtered
+from treeconv.oracle._rows import EnclosedRow, ExactRow, enclosed_weights, enclosure, unsampled
+from treeconv.tree import RowStatus, as_float_array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from treeconv.filters import Cuts
+    from treeconv.oracle._rows import Row
+
+__all__ = ["TargetRows"]
+
+
+def _is_dyadic(row: NDArray[np.float64]) -> bool:
+    """Whether every float32 sum of these masses is exact in any order: multiples of 2**-12, total <= 4."""
+    scaled = row * 2.0**12
+    return bool((scaled == np.floor(scaled)).all() and row.sum() <= 4)
+
+
+class TargetRows:
+    """The rows of one request, built when first visited: a row never visited is never looked at.
+
+    ``rows[node]`` is the row as defined. Filters may leave several that float32 may rightly see instead:
+    :meth:`alternatives`.
+    """
+
+    def __init__(self, rows: Any, make: Callable[[Any], list[Callable[[], Row]]]) -> None:
+        self._rows = rows
+        self._make = make
+        self._makers: dict[int, list[Callable[[], Row]]] = {}
+        self._made: dict[tuple[int, int], Row] = {}
+
+    @classmethod
+    def exact(cls, target_probs: Any, cuts: Cuts | None = None) -> TargetRows:
+        """Probabilities at their exact values, every boundary a point (``[n, V]``, floats or Fractions)."""
+        if cuts is None:
+            return cls(target_probs, lambda values: [partial(ExactRow, values)])
+        return cls(target_probs, lambda values: [partial(exactly_filtered, values, cuts)])
+
+    @classmethod
+    def from_logits(cls, logits: Any, temperature: float, cuts: Cuts | None = None) -> TargetRows:
+        """Enclosures of ``[n, V]`` logits at a temperature, after one request's filters."""
+
+        def make(values: Any) -> list[Callable[[], Row]]:
+            keys = as_float_array(values).astype(np.float64)
+            if cuts is None or not cuts.are_on(keys.size) or unsampled(keys, temperature) is not None:
+                return [partial(enclosure, values, temperature)]
+            weights, errors = enclosed_weights(keys, temperature)
+            return enclosed_alternatives(keys, weights, errors, keys > -np.inf, cuts, is_normalised=True)
+
+        return cls(logits, make)
+
+    @classmethod
+    def from_probs(cls, target_probs: Any, cuts: Cuts | None = None) -> TargetRows:
+        """What a float32 sampler sees of ``[n, V]`` probabilities: dyadic rows exactly, others enclosed."""
+
+        def make(values: Any) -> list[Callable[[], Row]]:
+            row = as_float_array(values).astype(np.float64)
+            exact = ExactRow(row)
+            is_filtered = cuts is not None and cuts.are_on(row.size)
+            if exact.status is not RowStatus.OK or (_is_dyadic(row) and not is_filtered):
+                return [lambda: exact]
+            if cuts is None or not is_filtered:
+                return [lambda: EnclosedRow(row, np.zeros_like(row), row > 0, is_normalised=False)]
+            if _is_dyadic(row):
+                return exact_alternatives(row, cuts)
+            return enclosed_alternatives(row, row, np.zeros_like(row), row > 0, cuts, is_normalised=False)
+
+        return cls(target_probs, make)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, node: int) -> Row:
+        return next(self.alternatives(node))
+
+    def alternatives(self, node: int) -> Iterator[Row]:
+        """Every law that a careful float32 sampler may rightly see at a node, the exact one first.
+
+        One without filters: there the ambiguity is in the row's boundaries alone. A filter whose cut is
+        decided inside the ambiguity band keeps, or does not keep, the tokens there: as many laws.
+        """
+        if node not in self._makers:
+            self._makers[node] = self._make(self._rows[node])
+        for place, make in enumerate(self._makers[node]):
+            if (node, place) not in self._made:
+                self._made[node, place] = make()
+            yield self._made[node, place]
