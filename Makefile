@@ -1,4 +1,5 @@
 # Both commands set themselves up: a bare clone, Python >= 3.10 and pip are enough.
+# worksteal: some tests shrink a case for half a minute, and must not queue behind one another.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,10 +17,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 verify: $(VENV)/.ready  ## the laws, on every CPU backend
-	$(BIN)/python -m pytest -n auto properties/
+	$(BIN)/python -m pytest -n auto --dist worksteal properties/
 
 test: lint  ## lint, types, import layers, then our own tests
-	$(BIN)/python -m pytest -n auto tests/
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/
 
 lint: $(VENV)/.ready  ## ruff, mypy, import-linter
 	BIN=$(BIN) ci/lint.sh
