@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 
-from treeconv import BackendUnavailable, Coins, DraftTree, InvalidArgument, VerifyOutput, to_verify_input
+from treeconv import (
+    BackendUnavailable,
+    Coins,
+    DraftTree,
+    InvalidArgument,
+    VerifyOutput,
+    suite,
+    to_verify_input,
+)
 from treeconv import verify as front_verify
 from treeconv import verify_probs as front_verify_probs
+from treeconv.backends import registry
 from treeconv.backends.base import Backend, BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
 from treeconv.backends.reference import ReferenceBackend
@@ -183,3 +193,18 @@ def test_a_backend_off_its_devices():
 
     with pytest.raises(BackendUnavailable, match="backend='gpu' runs on cuda, but the batch is on cpu"):
         front_verify_probs(BATCH, PROBS, backend=Gpu())
+
+
+def test_an_interpreted_backend_is_judged_only_by_name(monkeypatch):
+    """TRITON_INTERPRET=1 makes the sampler run anywhere, hundreds of times slower than it is meant to."""
+
+    class Interpreted(ReferenceBackend):
+        name = "triton"
+        traits = replace(ReferenceBackend.traits, is_interpreted=True)
+
+    monkeypatch.setitem(registry._loaded, "triton", Interpreted())
+    backends, reasons = suite.select_backends([], "cpu")
+
+    assert "triton" not in [backend.name for backend in backends]
+    assert "it runs in an interpreter here" in reasons["triton"]
+    assert [backend.name for backend in suite.select_backends(["triton"], "cpu")[0]] == ["triton"]

@@ -140,9 +140,14 @@ def select_backends(names: Sequence[str], device: str) -> tuple[list[Backend], d
             reasons[name] = "judged only where it is asked for by name: its faults are known"
             continue
         try:
-            backends.append(load_backend(name, device))
+            backend = load_backend(name, device)
         except BackendUnavailable as error:
             reasons[name] = str(error).removeprefix(f"backend={name!r} ")
+            continue
+        if backend.traits.is_interpreted:
+            reasons[name] = "judged only where it is asked for by name: it runs in an interpreter here"
+        else:
+            backends.append(backend)
     if not backends:
         raise BackendUnavailable(f"no backend can run on {device}: {reasons}")
     return backends, reasons

@@ -193,7 +193,7 @@ def fault(*laws):
     return register
 
 
-@fault("filters", "filters-logits")
+@fault("filters")  # from logits too, but not in every 200 cases
 class MinPForTheBonusOnly(FilterSampler):  # B18, vllm#42744
     def laws(self, request, row):
         cuts = self.filters[request]

@@ -36,6 +36,9 @@ class BackendTraits:
 
         rows_dtypes: dtypes of logits it takes.
 
+        is_interpreted: runs in an interpreter here, hundreds of times slower than it is meant to: judged
+            only where asked for by name.
+
         takes_filters: both interfaces take ``filters`` (top-k, top-p and min-p).
     """
 
@@ -45,6 +48,7 @@ class BackendTraits:
     graph_safe: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     rows_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    is_interpreted: bool = False
     takes_filters: bool = False
 
 

@@ -52,7 +52,11 @@ class TritonBackend:
     """
 
     name = "triton"
-    traits = BackendTraits(graph_safe=not INTERPRETED, devices=("cpu",) if INTERPRETED else ("cuda",))
+    traits = BackendTraits(
+        graph_safe=not INTERPRETED,
+        devices=("cpu",) if INTERPRETED else ("cuda",),
+        is_interpreted=INTERPRETED,
+    )
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[torch.device, int], Workspace] = {}
