@@ -14,11 +14,11 @@ from treeconv.errors import LawBroken
 from treeconv.tree import DraftTree, RowStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from treeconv.case import Request, VerifyCase
     from treeconv.filters import FilterOrder
-    from treeconv.oracle import Stop, TargetRows
+    from treeconv.oracle import TargetRows
     from treeconv.tree import VerifyOutput
 
 __all__ = ["Observed", "Violation", "explain", "is_ambiguous", "judge", "observe", "target_rows"]
@@ -136,16 +136,12 @@ def _observe_one(
     return Observed(path, tokens, RowStatus.OK)
 
 
-def _stops(tree: DraftTree, rows: TargetRows, accept: Sequence[float], depth_cap: int) -> Iterable[Stop]:
-    return oracle.admissible_stops(tree, rows, accept, depth_cap)
-
-
 def is_ambiguous(
     tree: DraftTree, rows: TargetRows, accept: Sequence[float], final: float, depth_cap: int
 ) -> bool:
     """Whether float32 may rightly decide these coins in more than one way."""
     outcomes: set[tuple[tuple[int, ...], int]] = set()
-    for stop in _stops(tree, rows, accept, depth_cap):
+    for stop in oracle.admissible_stops(tree, rows, accept, depth_cap):
         outcomes |= {(stop.path, token) for token in stop.admitted(final)} or {(stop.path, -1)}
     return len(outcomes) != 1
 
@@ -160,7 +156,7 @@ def judge(
 ) -> tuple[str, str] | None:
     """None if the decision is right, or inside the ambiguity band; else ``(want, why)``."""
     if observed.broken is None:
-        for stop in _stops(tree, rows, accept, depth_cap):
+        for stop in oracle.admissible_stops(tree, rows, accept, depth_cap):
             if stop.status is not observed.status or stop.path != observed.path:
                 continue
             if stop.status is not RowStatus.OK:

@@ -96,7 +96,7 @@ class FunctionBackend:
     ``f(batch, logits, temperature, coins, depth_cap)`` logits; one that has a further parameter ``filters``
     is judged on filtered laws too (it gets None where there are none). Both return a
     :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
-    ``status``. A function that gives no status is not judged on unusable rows.
+    ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true.
 
     Raises:
         BackendUnavailable: parameters of neither kind.
