@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.rules import RULES
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from treeconv.filters import Filters
+    from treeconv.rules import Rule, RuleName
 
 __all__ = ["Backend", "BackendTraits", "FunctionBackend"]
 
@@ -40,6 +42,10 @@ class BackendTraits:
             only where asked for by name.
 
         takes_filters: both interfaces take ``filters`` (top-k, top-p and min-p).
+
+        rules: the acceptance rules it has, some of :data:`treeconv.rules.RULES`.
+
+        takes_thresholds: its target-only rule takes acceptance thresholds below 1, which are lossy.
     """
 
     takes_logits: bool = True
@@ -50,11 +56,13 @@ class BackendTraits:
     rows_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     is_interpreted: bool = False
     takes_filters: bool = False
+    rules: tuple[RuleName, ...] = ("target_only",)
+    takes_thresholds: bool = False
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A target-only tree verifier.
+    """A tree verifier, target-only unless it claims other rules.
 
     Inputs arrive validated. ``temperature`` is float32 ``[B]``; ``coins.accept`` float32 ``[B, N]`` and
     ``coins.final`` float32 ``[B]``; all on the batch's device. Inputs must not be written to.
@@ -62,6 +70,9 @@ class Backend(Protocol):
     ``filters`` is handed over only where some request may have one on, and only to a backend whose traits
     claim ``takes_filters``: one that does not may leave the parameter out. A request whose own filters are
     all off (:meth:`Cuts.are_on`) is decided as if there were none.
+
+    ``rule`` likewise: only where it is not :attr:`~treeconv.rules.Rule.is_plain`, and only where the traits
+    claim it. Its draft probabilities of padding are NaN in laws.
     """
 
     name: str
@@ -75,6 +86,7 @@ class Backend(Protocol):
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Verify from ``logits [B, N, V]``."""
 
@@ -85,6 +97,7 @@ class Backend(Protocol):
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Verify from ``target_probs [B, N, V]`` float32."""
 
@@ -94,7 +107,9 @@ class FunctionBackend:
 
     ``f(batch, target_probs, coins, depth_cap)`` takes probabilities, and
     ``f(batch, logits, temperature, coins, depth_cap)`` logits; one that has a further parameter ``filters``
-    is judged on filtered laws too (it gets None where there are none). Both return a
+    is judged on filtered laws too (it gets None where there are none). One with a parameter ``rule`` gets the
+    :class:`~treeconv.rules.Rule` (None for the plain one), and claims what its attribute ``rules`` says: all
+    of them if it has none. Both return a
     :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
     ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true.
 
@@ -119,7 +134,9 @@ class FunctionBackend:
             reports_status=bool(getattr(function, "reports_status", False)),
             devices=tuple(getattr(function, "devices", ("cpu", "cuda"))),
             takes_filters="filters" in parameters,
+            rules=tuple(getattr(function, "rules", RULES)) if "rule" in parameters else RULES[:1],
         )
+        self._takes_rule = "rule" in parameters
 
     def _output(self, result: Any) -> VerifyOutput:
         import torch  # noqa: PLC0415
@@ -143,6 +160,7 @@ class FunctionBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Call the function with logits."""
         return self._output(
@@ -152,7 +170,7 @@ class FunctionBackend:
                 temperature=temperature,
                 coins=coins,
                 depth_cap=depth_cap,
-                **self._more(filters),
+                **self._more(filters, rule),
             )
         )
 
@@ -163,6 +181,7 @@ class FunctionBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Call the function with probabilities."""
         return self._output(
@@ -171,12 +190,18 @@ class FunctionBackend:
                 target_probs=target_probs,
                 coins=coins,
                 depth_cap=depth_cap,
-                **self._more(filters),
+                **self._more(filters, rule),
             )
         )
 
-    def _more(self, filters: Filters | None) -> dict[str, Any]:
-        if not self.traits.takes_filters:
+    def _more(self, filters: Filters | None, rule: Rule | None) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        if self.traits.takes_filters:
+            more["filters"] = filters
+        else:
             assert filters is None, "handed filters that its traits do not claim"
-            return {}
-        return {"filters": filters}
+        if self._takes_rule:
+            more["rule"] = rule
+        else:
+            assert rule is None, "handed a rule that its traits do not claim"
+        return more

@@ -135,9 +135,7 @@ def _cells_by_plan(tree: DraftTree, rows: TargetRows, cap: int) -> Iterator[Cell
         for test in plan.tests:
             edge = Fraction(min(Fraction(1), test.best))
             if edge > 0:
-                pending.append(
-                    ((*path, test.child), reach * edge, {**coins, test.slot: (Fraction(0), edge)})
-                )
+                pending.append(((*path, test.child), reach * edge, {**coins, test.slot: (Fraction(0), edge)}))
             reach *= 1 - edge
             coins = {**coins, test.slot: (edge, Fraction(1))}
         low = Fraction(0)
