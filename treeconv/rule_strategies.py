@@ -1,4 +1,4 @@
-"""Hypothesis strategies for calls by another rule than target-only: what :mod:`treeconv.strategies` draws, and q.
+"""Hypothesis strategies for calls by another rule than target-only: :mod:`treeconv.strategies`, and q.
 
 Draft laws are often the target's own at a node (no residual is left), one-hot, without mass at the drafted
 token, or hold NaN: a drafter's failure that must not reach the text.

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv.errors import InvalidArgument
-from treeconv.oracle._rows import ROUNDING, Bonus, ExactRow, sum_error
+from treeconv.oracle._bonus import Bonus
+from treeconv.oracle._rows import ROUNDING, ExactRow, sum_error
 from treeconv.tree import as_float_array
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from treeconv.oracle._rows import Number, Row
+    from treeconv.oracle._bonus import Number
+    from treeconv.oracle._rows import Row
     from treeconv.rules import RuleName
     from treeconv.tree import DraftTree
 
