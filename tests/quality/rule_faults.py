@@ -164,7 +164,7 @@ class Complement(RuleSampler):
     name = "complement"
 
     def left_of_q(self, q, token):
-        if abs(q.sum() - 1) > 1e-5 or not (q > 0)[np.arange(q.size) != token].any():
+        if abs(q.sum() - 1) > 1e-5 or q[token] > 1 - 2.0**-10:  # a difference of rounding errors
             return super().left_of_q(q, token)
         left = q / (np.float32(1) - q[token])
         left[token] = 0
@@ -182,7 +182,6 @@ class Unnormalised(RuleSampler):
             if float(coin) * float(q[token]) * scale < p[token]:
                 return place, -1
             left = np.maximum(p - q * scale, 0)
-            left[left < 2.0**-40] = 0
             if left.any():
                 p, scale = left, left.sum()
             q = self.left_of_q(q, token)
