@@ -45,11 +45,11 @@ class BackendTraits:
 
         takes_filters: both interfaces take ``filters`` (top-k, top-p and min-p).
 
-        coins: what its parameter ``coins`` is, and which laws can be stated. "bucket": :class:`Coins`, compared
-            with half-open buckets as DESIGN says; every law. "own": :class:`Coins` that it spends in a way of
-            its own (draw-and-match); no law about buckets. It draws its coins itself: from "seeds", int64
-            ``[B]``, each request's coins fixed by (seed, ``batch.prefix_lens``); or from a "generator", a
-            ``torch.Generator``. Then the laws about coins (:mod:`treeconv.rng_laws`) are what is left.
+        coins: what its parameter ``coins`` is, and so which laws can be stated. "bucket": :class:`Coins`,
+            compared with half-open buckets as DESIGN says; every law. "own": :class:`Coins` that it spends in
+            a way of its own (draw-and-match); no law about buckets. Or it draws its coins itself: from
+            "seeds", int64 ``[B]``, each request's coins fixed by (seed, ``batch.prefix_lens``); or from a
+            "generator", a ``torch.Generator``. Then the laws about coins are what is left.
     """
 
     takes_logits: bool = True
@@ -107,11 +107,11 @@ class FunctionBackend:
 
     ``f(batch, target_probs, coins, depth_cap)`` takes probabilities, and
     ``f(batch, logits, temperature, coins, depth_cap)`` logits; one that has a further parameter ``filters``
-    is judged on filtered laws too (it gets None where there are none). A function that draws its coins itself
-    takes ``seeds`` or ``generator`` in the place of ``coins`` (:class:`BackendTraits` says what they are). All
-    return a :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
-    ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true;
-    attributes ``devices``, ``rows_dtypes`` and ``coins`` are its traits.
+    is judged on filtered laws too (it gets None where there are none). A function that draws its coins
+    itself takes ``seeds`` or ``generator`` in the place of ``coins`` (:class:`BackendTraits` says what they
+    are). All return a :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an
+    optional fourth ``status``. Unusable rows are judged where the function has an attribute
+    ``reports_status`` that is true; attributes ``devices``, ``rows_dtypes`` and ``coins`` are its traits.
 
     Raises:
         BackendUnavailable: parameters of neither kind.
