@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeconv._validate import check_int
+from treeconv._validate import as_int64, check_int
 from treeconv.errors import InvalidArgument
 from treeconv.philox import philox4x32
 from treeconv.tree import Coins, RowStatus, as_float_array
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from treeconv.filters import Cuts
@@ -127,8 +125,8 @@ def draw_coins(seeds: Any, positions: Any, num_draft_tokens: int) -> Coins:
     if hasattr(seeds, "is_cuda"):
         return _draw_tensors(seeds, positions, num_draft_tokens, blocks)
     block, none = np.arange(blocks)[None], np.zeros((1, 1), np.int64)
-    step = _split(_as_int64(positions, "positions"))
-    words = philox4x32((block, none, *step), _split(_as_int64(seeds, "seeds")))
+    step = _split(as_int64(positions, "positions")[:, None])
+    words = philox4x32((block, none, *step), _split(as_int64(seeds, "seeds")[:, None]))
     draws = np.stack(words, axis=-1).reshape(len(seeds), -1) >> 8
     coins = draws.astype(np.float32) * np.float32(2.0**-24)
     accept = np.ascontiguousarray(coins[:, 1 : num_draft_tokens + 1])
@@ -143,14 +141,6 @@ def _draw_tensors(seeds: Any, positions: Any, num_draft_tokens: int, blocks: int
     words = philox4x32(counter, _split(seeds[:, None]))
     draws = (torch.stack(words, dim=-1).view(len(seeds), -1) >> 8).float() * 2.0**-24
     return Coins(accept=draws[:, 1 : num_draft_tokens + 1].contiguous(), final=draws[:, 0].contiguous())
-
-
-def _as_int64(values: Any, name: str) -> NDArray[np.int64]:
-    """``[B, 1]``, the 64 bits of each value."""
-    for index, value in enumerate(values):
-        if check_int(value, f"{name}[{index}]", 0) >= 2**64:
-            raise InvalidArgument(f"{name}[{index}]={value!r}, but must be below 2**64")
-    return np.array(list(values), np.uint64).view(np.int64)[:, None]
 
 
 def _split(values: Any) -> tuple[Any, Any]:
