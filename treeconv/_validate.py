@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from numpy.typing import NDArray
 
 __all__ = [
+    "as_int64",
     "check_coins",
     "check_depth_cap",
     "check_filters",
     "check_int",
     "check_rows",
+    "check_seeds",
     "check_sequence_of_trees",
     "check_temperature",
     "check_tokens",
@@ -44,6 +47,14 @@ def check_int(value: Any, name: str, at_least: int) -> int:
     if isinstance(value, bool) or number < at_least:
         raise InvalidArgument(f"{name}={value!r}, but must be an integer >= {at_least}")
     return number
+
+
+def as_int64(values: Sequence[Any], name: str) -> NDArray[np.int64]:
+    """The 64 bits of integers in [0, 2**64)."""
+    for index, value in enumerate(values):
+        if check_int(value, f"{name}[{index}]", 0) >= 2**64:
+            raise InvalidArgument(f"{name}[{index}]={value!r}, but must be below 2**64")
+    return np.array(list(values), np.uint64).view(np.int64)
 
 
 def check_sequence_of_trees(trees: Sequence[DraftTree]) -> list[DraftTree]:
@@ -325,6 +336,24 @@ def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
                 )
         checked[name] = values.contiguous()
     return Coins(**checked)
+
+
+def check_seeds(seeds: Any, batch: VerifyInput) -> torch.Tensor:
+    """One seed per request as an int64 tensor ``[B]`` on the batch's device, holding the seed's 64 bits."""
+    import torch  # noqa: PLC0415
+
+    size = batch.batch_size
+    if isinstance(seeds, torch.Tensor):
+        if tuple(seeds.shape) != (size,) or seeds.dtype != torch.int64 or seeds.device != batch.device:
+            raise InvalidArgument(
+                f"seeds is {tuple(seeds.shape)} {seeds.dtype} on {seeds.device}, but must be ({size},)"
+                f" torch.int64 on {batch.device}"
+            )
+        return seeds
+    values = list(seeds) if hasattr(seeds, "__len__") else [seeds]
+    if len(values) != size:
+        raise InvalidArgument(f"len(seeds)={len(values)}, but must be {size}, one per request")
+    return torch.from_numpy(as_int64(values, "seeds")).to(batch.device)
 
 
 def check_filters(
