@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from treeconv import _validate
 from treeconv.backends.registry import choose_backend, get_backend
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.sampling import draw_coins
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -16,18 +17,40 @@ if TYPE_CHECKING:
     from treeconv.filters import FilterOrder, Filters
     from treeconv.rules import Drafting, Rule, RuleName
 
-__all__ = ["verify", "verify_probs"]
+__all__ = ["choose_coins", "verify", "verify_probs"]
 
 _LOGITS = ("float32", "float16", "bfloat16")
 
 
-def _coins(coins: Coins | None, generator: torch.Generator | None, batch: VerifyInput) -> Coins:
+def choose_coins(
+    backend: Backend,
+    batch: VerifyInput,
+    coins: Coins | None = None,
+    generator: torch.Generator | None = None,
+    seeds: Any = None,
+) -> Any:
+    """What the backend's parameter ``coins`` gets: coins as given or drawn, or what it draws its own from."""
     import torch  # noqa: PLC0415
 
+    given = {"coins": coins, "generator": generator, "seeds": seeds}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InvalidArgument(f"{' and '.join(named)} were both given, but only one can decide the coins")
+    kind = backend.traits.coins
+    if kind in ("seeds", "generator"):  # it draws its own
+        if kind == "generator" and not named:
+            is_cuda = batch.device.type == "cuda"
+            return torch.cuda.default_generators[batch.device.index] if is_cuda else torch.default_generator
+        if named != [kind]:
+            what = named[0] if named else "nothing"
+            raise InvalidArgument(
+                f"{what} was given, but backend {backend.name!r} draws its coins from {kind}"
+            )
+        return generator if kind == "generator" else _validate.check_seeds(seeds, batch)
     if coins is not None:
-        if generator is not None:
-            raise InvalidArgument("coins and generator were both given, but only one can decide the coins")
         return _validate.check_coins(coins, batch)
+    if seeds is not None:
+        return draw_coins(_validate.check_seeds(seeds, batch), batch.prefix_lens, batch.num_draft_tokens)
     shape = tuple(batch.candidates.shape)
     draws = torch.rand(shape[0], shape[1] + 1, generator=generator, device=batch.device)
     return Coins(accept=draws[:, 1:].contiguous(), final=draws[:, 0].contiguous())
@@ -77,6 +100,7 @@ def verify(
     backend: str | Backend = "auto",
     depth_cap: int | None = None,
     *,
+    seeds: Any = None,
     top_k: Any = None,
     top_p: Any = None,
     min_p: Any = None,
@@ -103,7 +127,7 @@ def verify(
 
         coins: ``Coins(accept=[B, N], final=[B])`` float32 in [0, 1). Default: fresh ones.
 
-        generator: draws the coins where none are given; the default generator if None.
+        generator: draws the coins where neither they nor seeds are given; the default generator if None.
 
         backend: a registered name ("reference", "eager", "triton", "sgl"), "module:callable", a backend
             object, or "auto": ``triton`` on CUDA, else ``eager`` (there too, where a filter is on and
@@ -111,6 +135,9 @@ def verify(
 
         depth_cap: accept slots, root included: at most ``depth_cap - 1`` drafts are accepted. Default:
             deepest tree + 1, which on a CUDA device is read back (pass it to stay asynchronous).
+
+        seeds: one integer in [0, 2**64) per request, or an int64 tensor: its coins are then fixed by its seed
+            and ``batch.prefix_lens`` alone (:func:`draw_coins`), on every rank and wherever it is in a batch.
 
         top_k: keep the k likeliest tokens, among equals the lowest ids: an integer >= 1, None (off), or one
             of them per request. Drafts are tested against the filtered law, and the bonus comes from it.
@@ -165,9 +192,14 @@ def verify(
     chosen = _backend(backend, batch.device, filters, how)
     if not chosen.traits.takes_logits:
         raise BackendUnavailable(f"backend={chosen.name!r} takes probabilities only: use verify_probs")
+    if str(rows.dtype).removeprefix("torch.") not in chosen.traits.rows_dtypes:
+        takes = " and ".join(chosen.traits.rows_dtypes)
+        raise BackendUnavailable(f"backend={chosen.name!r} takes logits of {takes}, not of {rows.dtype}")
     more = _more(filters, how, chosen)
     cap = _validate.check_depth_cap(depth_cap, batch)
-    return chosen.verify(batch, rows, temperatures, _coins(coins, generator, batch), cap, **more)
+    return chosen.verify(
+        batch, rows, temperatures, choose_coins(chosen, batch, coins, generator, seeds), cap, **more
+    )
 
 
 def verify_probs(
@@ -178,6 +210,7 @@ def verify_probs(
     backend: str | Backend = "auto",
     depth_cap: int | None = None,
     *,
+    seeds: Any = None,
     top_k: Any = None,
     top_p: Any = None,
     min_p: Any = None,
@@ -206,6 +239,8 @@ def verify_probs(
         backend: as for :func:`verify`.
 
         depth_cap: as for :func:`verify`.
+
+        seeds: as for :func:`verify`.
 
         top_k: as for :func:`verify`. A request with a filter on is compared with its renormalised law, one
             without with the row as it is.
@@ -240,4 +275,4 @@ def verify_probs(
         raise BackendUnavailable(f"backend={chosen.name!r} takes logits only: use verify")
     more = _more(filters, how, chosen)
     cap = _validate.check_depth_cap(depth_cap, batch)
-    return chosen.verify_probs(batch, rows, _coins(coins, generator, batch), cap, **more)
+    return chosen.verify_probs(batch, rows, choose_coins(chosen, batch, coins, generator, seeds), cap, **more)

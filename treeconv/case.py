@@ -23,10 +23,21 @@ if TYPE_CHECKING:
     from treeconv.rules import RuleName
     from treeconv.tree import VerifyInput
 
-__all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase"]
+__all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase", "round_rows"]
 
 RowsKind = Literal["logits", "probs"]
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+def round_rows(rows: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    """Float32 rows that hold values of the dtype exactly; by truncation to bfloat16, none made infinite."""
+    if dtype == "bfloat16":
+        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    elif dtype == "float16":
+        most = np.float32(np.finfo(np.float16).max)
+        finite = np.where(np.isfinite(rows), rows.clip(-most, most), rows)
+        rows = finite.astype(np.float16).astype(np.float32)
+    return rows
 
 
 def _same_array(left: NDArray[Any], right: NDArray[Any]) -> bool:
@@ -223,6 +234,11 @@ class VerifyCase:
             num_draft_tokens=self.slots,
             depth_cap=self.effective_depth_cap,
         )
+
+    def with_rows_dtype(self, dtype: str) -> VerifyCase:
+        """The call with its logits rounded to another dtype: the case that a backend of that dtype sees."""
+        rounded = [replace(request, rows=round_rows(request.rows, dtype)) for request in self.requests]
+        return replace(self, requests=tuple(rounded), rows_dtype=dtype)
 
     def tensors(self, device: torch.device | str = "cpu") -> CaseTensors:
         """The call's tensors on a device."""

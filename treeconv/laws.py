@@ -18,7 +18,7 @@ from treeconv.judge import Violation, explain
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from treeconv.backends.base import Backend
+    from treeconv.backends.base import Backend, CoinUse
     from treeconv.case import VerifyCase
     from treeconv.rules import RuleName
 
@@ -38,6 +38,8 @@ class Law:
 
         cases: the kind of case it is about, a key of ``strategies.cases_for``.
 
+        coins: the verifiers it is about, by ``BackendTraits.coins``: most laws are stated in buckets of coins
+            that are handed over.
         rule: the acceptance rule it is about.
     """
 
@@ -45,6 +47,7 @@ class Law:
     meaning: str
     check: Callable[[VerifyCase, Backend, str], int]
     cases: str
+    coins: tuple[CoinUse, ...] = ("bucket",)
     rule: RuleName = "target_only"
 
     def run(self, case: VerifyCase, backend: Backend, device: str = "cpu") -> int:
@@ -56,7 +59,11 @@ class Law:
         Raises:
             LawBroken: the readable failure.
         """
-        handed = as_probs(case) if case.kind == "logits" and not backend.traits.takes_logits else case
+        handed, dtypes = case, backend.traits.rows_dtypes
+        if case.kind == "logits" and not backend.traits.takes_logits:
+            handed = as_probs(case)
+        elif case.kind == "logits" and case.rows_dtype not in dtypes:
+            handed = case.with_rows_dtype(dtypes[0])
         try:
             return self.check(handed, backend, device)
         except Violation as violation:
@@ -65,6 +72,7 @@ class Law:
             raise error from None
 
 
+_GIVEN: tuple[CoinUse, ...] = ("bucket", "own")  # coins are given, whatever is done with them
 _DYADIC = (
     "dyadic",
     "dyadic_small",
@@ -93,6 +101,11 @@ _FILTERED = (
 
 def why_not(law: Law, backend: Backend) -> str | None:
     """Why a law does not apply to a backend, or None where it does."""
+    if backend.traits.coins not in law.coins:
+        return {
+            "bucket": "about verifiers that draw their own coins",
+            "own": "stated in buckets of coins, which the backend spends in a way of its own",
+        }.get(backend.traits.coins, "stated in coins that are given, but the backend draws its own")
     if law.rule not in backend.traits.rules:
         return f"the backend does not claim the rule {law.rule}"
     if law.cases in _FILTERED and not backend.traits.takes_filters:
@@ -134,12 +147,14 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "an emitted token has p > 0 for every coin in [0, 1]",
         check.positive_mass,
         "zero_mass",
+        _GIVEN,
     ),
     Law(
         "positive-mass-logits",
         "a token with logit -inf is never emitted, for every coin in [0, 1]",
         check.positive_mass,
         "zero_mass_logits",
+        _GIVEN,
     ),
     Law(
         "outcome-law",
@@ -158,6 +173,7 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "temperature 0 is the lowest-index argmax whatever the coins, and tiny temperatures approach it",
         check.greedy,
         "logits",
+        _GIVEN,
     ),
     Law("chain", "a tree of width 1 is a linear draft: keep tokens while coin < p", check.chain, "chains"),
     Law(
@@ -190,7 +206,7 @@ BACKEND_LAWS: tuple[Law, ...] = (
         check.purity,
         "batches",
     ),
-    Law("determinism", "the same call gives the same bits", check.determinism, "batches"),
+    Law("determinism", "the same call gives the same bits", check.determinism, "batches", _GIVEN),
     Law(
         "bad-rows",
         "a visited row of NaN, +inf or only -inf is reported for its own request, and only there",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from treeconv.case import Request, VerifyCase
+from treeconv.case import Request, VerifyCase, round_rows
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
 from treeconv.filters import FILTER_ORDERS
@@ -165,15 +165,6 @@ def temperatures(*, min_temperature: float = 0.0, max_temperature: float = 1e30)
     return st.one_of(options)
 
 
-def _rounded(rows: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
-    """Float32 rows that hold values of the dtype exactly."""
-    if dtype == "bfloat16":  # to its 8 bits by truncation
-        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    elif dtype == "float16":
-        rows = rows.astype(np.float16).astype(np.float32)
-    return rows
-
-
 @st.composite
 def target_logits(
     draw: DrawFn,
@@ -201,7 +192,7 @@ def target_logits(
         [draw(st.lists(elements, min_size=vocab_size, max_size=vocab_size)) for _ in range(num_nodes)],
         np.float32,
     ).reshape(num_nodes, vocab_size)
-    rows = _rounded(rows, dtype)
+    rows = round_rows(rows, dtype)
     for node in range(num_nodes if allow_neg_inf else 0):
         if draw(st.integers(0, 3), label="grammar mask?") == 3:
             rows[node, list(draw(st.sets(st.integers(0, vocab_size - 1))))] = -np.inf
@@ -365,7 +356,7 @@ def verify_cases(
             temperature = draw(st.one_of(st.sampled_from([1.0, 0.0, 2.0]), temperatures()))
             # Logits a few temperatures apart: else every small temperature is as good as greedy.
             if _LEAST_SCALED <= temperature <= 0.1 and draw(st.integers(0, 2), label="scale?"):
-                rows = _rounded(rows * np.float32(temperature), dtype)
+                rows = round_rows(rows * np.float32(temperature), dtype)
         else:
             min_bits = min(2, max_bits) if allow_filters else 1  # a filter wants something to cut
             rows = draw(dyadic_rows(len(tree), vocab, min_bits=min_bits, max_bits=max_bits))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.rules import RULES
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from treeconv.filters import Filters
     from treeconv.rules import Rule, RuleName
 
-__all__ = ["Backend", "BackendTraits", "FunctionBackend"]
+__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend"]
+
+#: How a verifier comes by its coins; see :class:`BackendTraits`.
+CoinUse = Literal["bucket", "own", "seeds", "generator"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,19 @@ class BackendTraits:
 
         devices: device types it runs on.
 
-        rows_dtypes: dtypes of logits it takes.
+        rows_dtypes: dtypes of logits it takes. A case in another one is rounded to the first of them, and
+            judged by what was handed over.
 
         is_interpreted: runs in an interpreter here, hundreds of times slower than it is meant to: judged
             only where asked for by name.
 
         takes_filters: both interfaces take ``filters`` (top-k, top-p and min-p).
 
+        coins: what its parameter ``coins`` is, and so which laws can be stated. "bucket": :class:`Coins`,
+            compared with half-open buckets as DESIGN says; every law. "own": :class:`Coins` that it spends in
+            a way of its own (draw-and-match); no law about buckets. Or it draws its coins itself: from
+            "seeds", int64 ``[B]``, each request's coins fixed by (seed, ``batch.prefix_lens``); or from a
+            "generator", a ``torch.Generator``. Then the laws about coins are what is left.
         rules: the acceptance rules it has, some of :data:`treeconv.rules.RULES`.
 
         takes_thresholds: its target-only rule takes acceptance thresholds below 1, which are lossy.
@@ -56,6 +65,7 @@ class BackendTraits:
     rows_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     is_interpreted: bool = False
     takes_filters: bool = False
+    coins: CoinUse = "bucket"
     rules: tuple[RuleName, ...] = ("target_only",)
     takes_thresholds: bool = False
 
@@ -71,6 +81,7 @@ class Backend(Protocol):
     claim ``takes_filters``: one that does not may leave the parameter out. A request whose own filters are
     all off (:meth:`Cuts.are_on`) is decided as if there were none.
 
+    ``coins`` is what ``traits.coins`` says: :class:`Coins`, seeds, or a generator.
     ``rule`` likewise: only where it is not :attr:`~treeconv.rules.Rule.is_plain`, and only where the traits
     claim it. Its draft probabilities of padding are NaN in laws.
     """
@@ -109,9 +120,11 @@ class FunctionBackend:
     ``f(batch, logits, temperature, coins, depth_cap)`` logits; one that has a further parameter ``filters``
     is judged on filtered laws too (it gets None where there are none). One with a parameter ``rule`` gets the
     :class:`~treeconv.rules.Rule` (None for the plain one), and claims what its attribute ``rules`` says: all
-    of them if it has none. Both return a
-    :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
-    ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true.
+    of them if it has none. A function that draws its coins itself takes ``seeds`` or ``generator`` in the
+    place of ``coins`` (:class:`BackendTraits` says what they are). All return a :class:`VerifyOutput`, or
+    ``(accept_index, accept_token_num, predicts)`` with an optional fourth ``status``. Unusable rows are
+    judged where the function has an attribute ``reports_status`` that is true; attributes ``devices``,
+    ``rows_dtypes`` and ``coins`` are its traits.
 
     Raises:
         BackendUnavailable: parameters of neither kind.
@@ -119,21 +132,25 @@ class FunctionBackend:
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         parameters = set(inspect.signature(function).parameters)
-        takes_probs = {"batch", "target_probs", "coins", "depth_cap"} <= parameters
-        takes_logits = {"batch", "logits", "temperature", "coins", "depth_cap"} <= parameters
+        self._coins = next((kind for kind in ("seeds", "generator") if kind in parameters), "coins")
+        takes_probs = {"batch", "target_probs", self._coins, "depth_cap"} <= parameters
+        takes_logits = {"batch", "logits", "temperature", self._coins, "depth_cap"} <= parameters
         if not takes_probs and not takes_logits:
             raise BackendUnavailable(
                 f"backend {name!r} takes ({', '.join(sorted(parameters))}), but must take (batch,"
                 " target_probs, coins, depth_cap) or (batch, logits, temperature, coins, depth_cap)"
             )
+        drawn: Any = getattr(function, "coins", "bucket") if self._coins == "coins" else self._coins
         self.name = name
         self._function = function
         self.traits = BackendTraits(
             takes_logits=takes_logits,
             takes_probs=takes_probs and not takes_logits,
             reports_status=bool(getattr(function, "reports_status", False)),
-            devices=tuple(getattr(function, "devices", ("cpu", "cuda"))),
+            devices=tuple(getattr(function, "devices", BackendTraits.devices)),
+            rows_dtypes=tuple(getattr(function, "rows_dtypes", BackendTraits.rows_dtypes)),
             takes_filters="filters" in parameters,
+            coins=drawn,
             rules=tuple(getattr(function, "rules", RULES)) if "rule" in parameters else RULES[:1],
         )
         self._takes_rule = "rule" in parameters
@@ -168,7 +185,7 @@ class FunctionBackend:
                 batch=batch,
                 logits=logits,
                 temperature=temperature,
-                coins=coins,
+                **{self._coins: coins},
                 depth_cap=depth_cap,
                 **self._more(filters, rule),
             )
@@ -188,7 +205,7 @@ class FunctionBackend:
             self._function(
                 batch=batch,
                 target_probs=target_probs,
-                coins=coins,
+                **{self._coins: coins},
                 depth_cap=depth_cap,
                 **self._more(filters, rule),
             )
