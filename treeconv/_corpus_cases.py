@@ -316,7 +316,9 @@ def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
     for index, item in enumerate(value["requests"]):
         where = f"case.requests[{index}]"
         keys = ("parents", "token_ids", "temperature", "accept", "final", "rows")
-        more = (("top_k", "top_p", "min_p") if schema >= 2 else ()) + (("draft_probs",) if schema >= 3 else ())
+        more = (("top_k", "top_p", "min_p") if schema >= 2 else ()) + (
+            ("draft_probs",) if schema >= 3 else ()
+        )
         codec.take(item, (*keys, *more), where)
         draft_probs = item.get("draft_probs")
         tree = DraftTree(

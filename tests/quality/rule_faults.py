@@ -1,7 +1,7 @@
-"""Deliberately wrong acceptance rules, one fault each, and odd but right ones: the rule laws are tested on both.
+"""Deliberately wrong acceptance rules, one fault each, and odd but right ones: rule laws are tested on both.
 
-:class:`RuleSampler` is right: all four rules in NumPy, every step a method that a fault overrides. It shares no
-code with the backends.
+:class:`RuleSampler` is right: all four rules in NumPy, every step a method that a fault overrides. It shares
+no code with the backends.
 """
 
 import numpy as np
@@ -405,15 +405,13 @@ class TargetOnlySiblings(RuleSampler):
 
 @fault("match-rule", "match-rule-outcome", "match-rule-logits")
 class RedrawnAfterAMiss(RuleSampler):
-    """What was drawn and not drafted is drawn anew: right only where the draft covers nothing."""
+    """What was drawn and not drafted is drawn anew from all of p: what was drafted comes too often."""
 
     def match(self, p, drafted, coin, final):
         drawn = self.draw(p, coin)
         if drawn in drafted:
             return drafted.index(drawn), -1
-        left = p.copy()
-        left[drafted] = 0
-        return None, self.draw(p if not left.any() else p, final)
+        return None, self.draw(p, final)
 
 
 @fault("match-rule", "match-rule-outcome")
