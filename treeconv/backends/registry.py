@@ -22,9 +22,11 @@ BACKENDS = {
     "triton": "treeconv.backends.triton:TritonBackend",
     "sgl": "treeconv.backends.sgl:SglBackend",
     "sgl-raw": "treeconv.backends.sgl:raw_sgl_backend",
+    "hf-chain": "treeconv.backends.hf:HfChain",
+    "hf-filters": "treeconv.backends.hf:HfFilters",
 }
-#: judged only where asked for by name: its faults are known (fuzz/findings.py)
-BY_NAME_ONLY = frozenset({"sgl-raw"})
+#: judged only where asked for by name: their faults are known (fuzz/findings.py, fuzz/peer_findings.py)
+BY_NAME_ONLY = frozenset({"sgl-raw", "hf-chain", "hf-filters"})
 _loaded: dict[str, Backend] = {}
 
 
