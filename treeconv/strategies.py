@@ -8,7 +8,6 @@ zero mass, -inf, huge and tiny temperatures, T = 0 beside T = 2, coins at and be
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -409,17 +408,11 @@ def _wide_cases(draw: DrawFn, *, allow_filters: bool = False) -> VerifyCase:
     return VerifyCase(requests=(request,), filter_order=order)
 
 
-def _as_logits(case: VerifyCase) -> VerifyCase:
-    """The logarithms of a case's probabilities: the same law at T = 1, its zeros -inf."""
-    with np.errstate(divide="ignore"):
-        requests = [replace(request, rows=np.log(request.rows)) for request in case.requests]
-    return replace(case, requests=tuple(requests), kind="logits")
-
-
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
     * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows, wide;
+      drawn (dyadic, few outcomes: for verifiers that draw their own coins);
       with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
       filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters.
     """
@@ -428,12 +421,21 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "logits": lambda: verify_cases(max_requests=2),
         "dyadic": lambda: verify_cases(kind="probs"),
         "dyadic_small": lambda: verify_cases(kind="probs", max_nodes=5, max_vocab=4, allow_depth_cap=False),
-        "zero_mass_logits": lambda: verify_cases(kind="probs", max_bits=2).map(_as_logits),
+        "zero_mass_logits": lambda: verify_cases(kind="probs", max_bits=2).map(VerifyCase.as_logits),
         "zero_mass": lambda: verify_cases(kind="probs", max_bits=2),
         "chains": lambda: verify_cases(shapes=["chain"]),
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
         "bad_rows": _bad_row_cases,
         "wide": _wide_cases,
+        "drawn": lambda: verify_cases(
+            kind="probs",
+            max_requests=3,
+            max_nodes=6,
+            min_vocab=2,
+            max_vocab=5,
+            max_bits=4,
+            allow_depth_cap=False,
+        ),
         "filtered": lambda: verify_cases(kind="probs", max_requests=2, **filtered),
         "filtered_roots": lambda: verify_cases(kind="probs", max_nodes=1, min_vocab=2, max_bits=4),
         "filtered_small": lambda: verify_cases(kind="probs", **{**filtered, "max_nodes": 4, "max_vocab": 6}),
