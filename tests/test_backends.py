@@ -24,6 +24,7 @@ from treeconv.backends import registry
 from treeconv.backends.base import Backend, BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
 from treeconv.backends.reference import ReferenceBackend
+from treeconv.rules import RULES
 from treeconv.backends.registry import BACKENDS, available_backends, choose_backend, get_backend
 
 BATCH = to_verify_input([DraftTree.chain([9, 1])])
@@ -69,7 +70,9 @@ def test_a_name_gives_one_backend(name):
 
 
 def test_claims():
-    assert get_backend("reference").traits == BackendTraits(devices=("cpu",), takes_filters=True)
+    assert get_backend("reference").traits == BackendTraits(
+        devices=("cpu",), takes_filters=True, rules=RULES, takes_thresholds=True
+    )
     assert get_backend("eager").traits == BackendTraits(takes_filters=True)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from treeconv.errors import InvalidArgument, InvalidTree
 from treeconv.filters import FILTER_ORDERS, Cuts, FilterOrder, Filters
+from treeconv.rules import Drafting, Rule, RuleName, check_pairing
 from treeconv.tree import Coins, DraftTree, VerifyInput
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "check_int",
     "check_rows",
     "check_seeds",
+    "check_rule",
     "check_sequence_of_trees",
     "check_temperature",
     "check_tokens",
@@ -218,8 +220,8 @@ def check_tokens(batch: VerifyInput, vocab_size: int) -> None:
     if batch.device.type != "cpu":
         return
     tokens = batch.candidates.numpy()
-    # As unsigned words, negative ids are beyond any vocabulary.
-    if tokens[:, 1:].view(np.uint64).max(initial=0) < vocab_size:
+    # As unsigned words, negative ids are beyond any vocabulary. The root's column is seldom the odd one.
+    if tokens.view(np.uint64).max() < vocab_size or tokens[:, 1:].view(np.uint64).max(initial=0) < vocab_size:
         return
     first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
     for pointer in (first, sibling):
@@ -413,6 +415,42 @@ def _per_request(value: Any, name: str, size: int) -> list[Any]:
     if len(value) != size:
         raise InvalidArgument(f"{name}={value!r}, but must be one number, or {size}, one per request")
     return list(value)
+
+
+def check_rule(
+    name: RuleName,
+    draft_probs: Any,
+    drafting: Drafting,
+    threshold_single: float,
+    threshold_acc: float,
+    batch: VerifyInput,
+    vocab_size: int,
+) -> Rule | None:
+    """The rule of a call, None where it is the plain target-only one; checked against drafts and trees.
+
+    Trees are looked at on the CPU only: reading them back from a device would wait for it.
+    """
+    if name == "target_only" and drafting == "fixed" and draft_probs is None:
+        if threshold_single == threshold_acc == 1:  # what nearly every call is
+            return None
+    check_pairing(name, drafting)
+    if draft_probs is not None:
+        draft_probs = check_rows(draft_probs, "draft_probs", batch, ("float32",))
+        if draft_probs.shape[2] != vocab_size:
+            raise InvalidArgument(
+                f"draft_probs.shape={tuple(draft_probs.shape)}, but must be {(*batch.candidates.shape, vocab_size)}:"
+                " one law per slot, over the target's vocabulary (map a reduced one to it first)"
+            )
+    rule = Rule(name, draft_probs, threshold_single, threshold_acc)
+    if name == "chain" and batch.device.type == "cpu":
+        twins = (batch.retrieve_next_sibling >= 0).nonzero()
+        if len(twins):
+            request, node = twins[0].tolist()
+            raise InvalidArgument(
+                f"rule='chain', but request {request}, node {node} has a sibling: chain takes one child a node;"
+                " use rule='recursive' for siblings sampled without replacement"
+            )
+    return None if rule.is_plain else rule
 
 
 def check_depth_cap(depth_cap: int | None, batch: VerifyInput) -> int:

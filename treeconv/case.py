@@ -10,6 +10,7 @@ import numpy as np
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
 from treeconv.filters import FILTER_ORDERS, Cuts, Filters
+from treeconv.rules import RATIO_RULES, RULES, Rule
 from treeconv.tree import Coins, DraftTree, as_float_array
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.filters import FilterOrder
+    from treeconv.rules import RuleName
     from treeconv.tree import VerifyInput
 
 __all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase", "round_rows"]
@@ -42,6 +44,12 @@ def _same_array(left: NDArray[Any], right: NDArray[Any]) -> bool:
     return left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
+def _same_optional(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return _same_array(left, right)
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One tree, its target rows, and its coins.
@@ -58,6 +66,9 @@ class Request:
         final: float32 coin in [0, 1].
 
         top_k, top_p, min_p: its filters, as in :class:`~treeconv.filters.Cuts`; off by default.
+
+        draft_probs: ``[n, V]`` float32, the law that each node's children were sampled from, for a rule that
+            reads it; else None.
     """
 
     tree: DraftTree
@@ -68,6 +79,7 @@ class Request:
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
+    draft_probs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         rows = np.ascontiguousarray(as_float_array(self.rows), np.float32)
@@ -76,6 +88,13 @@ class Request:
             raise InvalidArgument(f"rows.shape={rows.shape}, but must be ({len(self.tree)}, V), V >= 1")
         if accept.shape != (len(self.tree),):
             raise InvalidArgument(f"accept.shape={accept.shape}, but must be ({len(self.tree)},)")
+        if self.draft_probs is not None:
+            draft_probs = np.ascontiguousarray(as_float_array(self.draft_probs), np.float32)
+            if draft_probs.shape != rows.shape:
+                raise InvalidArgument(
+                    f"draft_probs.shape={draft_probs.shape}, but must be {rows.shape}, as rows"
+                )
+            object.__setattr__(self, "draft_probs", draft_probs)
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "accept", accept)
         object.__setattr__(self, "temperature", float(self.temperature))
@@ -91,6 +110,7 @@ class Request:
             and (self.temperature, self.final) == (other.temperature, other.final)
             and self.cuts() == other.cuts()
             and _same_array(self.rows, other.rows)
+            and _same_optional(self.draft_probs, other.draft_probs)
             and _same_array(self.accept, other.accept)
         )
 
@@ -109,7 +129,7 @@ class Request:
 class CaseTensors:
     """A case as a backend takes it. Padding is filled with traps: rows of NaN, coins of 0.
 
-    ``filters`` is None where no request has one on.
+    ``filters`` is None where no request has one on, ``rule`` where it is the plain target-only one.
     """
 
     batch: VerifyInput
@@ -118,6 +138,7 @@ class CaseTensors:
     coins: Coins
     depth_cap: int
     filters: Filters | None = None
+    rule: Rule | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +158,9 @@ class VerifyCase:
             hold values of that dtype exactly.
 
         filter_order: "sequential" or "joint": what top-p measures after top-k, in every request.
+
+        rule: by which the call is verified, one of :data:`treeconv.rules.RULES`. ``chain`` and ``recursive``
+            need every request's ``draft_probs``, the others none; ``chain`` trees of one child a node.
     """
 
     requests: tuple[Request, ...]
@@ -145,6 +169,7 @@ class VerifyCase:
     depth_cap: int | None = None
     rows_dtype: str = "float32"
     filter_order: FilterOrder = "sequential"
+    rule: RuleName = "target_only"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "requests", tuple(self.requests))
@@ -159,6 +184,21 @@ class VerifyCase:
             raise InvalidArgument(f"rows_dtype={self.rows_dtype!r}, but must be one of {_DTYPES}")
         if self.filter_order not in FILTER_ORDERS:
             raise InvalidArgument(f"filter_order={self.filter_order!r}, but must be 'sequential' or 'joint'")
+        self._check_rule()
+
+    def _check_rule(self) -> None:
+        if self.rule not in RULES:
+            raise InvalidArgument(f"rule={self.rule!r}, but must be one of {', '.join(RULES)}")
+        for index, request in enumerate(self.requests):
+            if (request.draft_probs is None) == (self.rule in RATIO_RULES):
+                needs = "given" if self.rule in RATIO_RULES else "None"
+                raise InvalidArgument(
+                    f"requests[{index}].draft_probs must be {needs} with rule={self.rule!r}"
+                )
+            if self.rule == "chain" and any(len(children) > 1 for children in request.tree.children):
+                raise InvalidArgument(
+                    f"requests[{index}].tree has a node with two children, but must be a chain with rule='chain'"
+                )
 
     @property
     def vocab_size(self) -> int:
@@ -229,4 +269,17 @@ class VerifyCase:
             coins=Coins(torch.from_numpy(accept).to(device), torch.from_numpy(final).to(device)),
             depth_cap=self.effective_depth_cap,
             filters=filters,
+            rule=self._rule_tensors(device),
         )
+
+    def _rule_tensors(self, device: torch.device | str) -> Rule | None:
+        import torch  # noqa: PLC0415
+
+        if self.rule == "target_only":
+            return None
+        if self.rule not in RATIO_RULES:
+            return Rule(self.rule)
+        draft_probs = np.full((len(self.requests), self.slots, self.vocab_size), np.nan, np.float32)
+        for index, request in enumerate(self.requests):
+            draft_probs[index, : len(request.tree)] = request.draft_probs
+        return Rule(self.rule, torch.from_numpy(draft_probs).to(device))

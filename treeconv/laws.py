@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from treeconv import _filter_checks as filter_check
 from treeconv import _law_checks as check
 from treeconv import _rng_checks as rng_check
+from treeconv import _rule_checks as rule_check
 from treeconv._drive import as_probs
 from treeconv.judge import Violation, explain
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from treeconv.backends.base import Backend, CoinUse
     from treeconv.case import VerifyCase
+    from treeconv.rules import RuleName
 
 __all__ = ["BACKEND_LAWS", "Law", "law_named", "why_not"]
 
@@ -39,6 +41,7 @@ class Law:
 
         coins: the verifiers it is about, by ``BackendTraits.coins``: most laws are stated in buckets of coins
             that are handed over.
+        rule: the acceptance rule it is about.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Law:
     check: Callable[[VerifyCase, Backend, str], int]
     cases: str
     coins: tuple[CoinUse, ...] = ("bucket",)
+    rule: RuleName = "target_only"
 
     def run(self, case: VerifyCase, backend: Backend, device: str = "cpu") -> int:
         """Judge one case.
@@ -71,7 +75,22 @@ class Law:
 
 _GIVEN: tuple[CoinUse, ...] = ("bucket", "own")  # coins are given, whatever is done with them
 _ANY: tuple[CoinUse, ...] = ("bucket", "own", "seeds", "generator")
-_DYADIC = ("dyadic", "dyadic_small", "zero_mass", "filtered", "filtered_roots", "filtered_small")
+_DYADIC = (
+    "dyadic",
+    "dyadic_small",
+    "zero_mass",
+    "filtered",
+    "filtered_roots",
+    "filtered_small",
+    "chain_rule",
+    "chain_drafts",
+    "chain_fixed",
+    "recursive_rule",
+    "recursive_drafts",
+    "recursive_fixed",
+    "match_rule",
+    "match_drafts",
+)
 _FILTERED = (
     "filtered",
     "filtered_roots",
@@ -89,6 +108,8 @@ def why_not(law: Law, backend: Backend) -> str | None:
             "bucket": "about verifiers that draw their own coins",
             "own": "stated in buckets of coins, which the backend spends in a way of its own",
         }.get(backend.traits.coins, "stated in coins that are given, but the backend draws its own")
+    if law.rule not in backend.traits.rules:
+        return f"the backend does not claim the rule {law.rule}"
     if law.cases in _FILTERED and not backend.traits.takes_filters:
         return "the backend takes no filters (top-k, top-p, min-p)"
     if law.cases in _DYADIC and not backend.traits.takes_probs:
@@ -270,6 +291,117 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "filters are not applied in place: rows and filters come back as they were",
         filter_check.purity,
         "filtered_batches",
+    ),
+    Law(
+        "most-accepted",
+        "on a fixed tree no other exact rule accepts more drafts than target-only",
+        rule_check.most_accepted,
+        "dyadic_small",
+    ),
+    Law(
+        "chain-rule",
+        "a child sampled from q is kept iff coin * q < p, else the bonus comes from relu(p - q)",
+        rule_check.decisions,
+        "chain_rule",
+        rule="chain",
+    ),
+    Law(
+        "chain-rule-logits",
+        "from logits, the same within the ambiguity band of float32",
+        rule_check.decisions,
+        "chain_rule_logits",
+        rule="chain",
+    ),
+    Law(
+        "chain-rule-purity",
+        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        rule_check.purity,
+        "chain_rule",
+        rule="chain",
+    ),
+    Law(
+        "chain-rule-outcome",
+        "over all drafts sampled from q and all coins the next token has the target's law",
+        rule_check.outcome_over_drafts,
+        "chain_drafts",
+        rule="chain",
+    ),
+    Law(
+        "chain-on-fixed-draft",
+        "forced on a fixed draft min(1, p/q) shows its exact bias: why that pairing is refused",
+        rule_check.fixed_draft,
+        "chain_fixed",
+        rule="chain",
+    ),
+    Law(
+        "chain-accepted-length",
+        "a sampled chain keeps the sum over drafts of prod min(p, q) tokens on average",
+        rule_check.accepted_over_drafts,
+        "chain_drafts",
+        rule="chain",
+    ),
+    Law(
+        "recursive-rule",
+        "siblings sampled without replacement are tested in turn, p and q renormalised after each",
+        rule_check.decisions,
+        "recursive_rule",
+        rule="recursive",
+    ),
+    Law(
+        "recursive-rule-logits",
+        "from logits, the same within the ambiguity band of float32",
+        rule_check.decisions,
+        "recursive_rule_logits",
+        rule="recursive",
+    ),
+    Law(
+        "recursive-rule-purity",
+        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        rule_check.purity,
+        "recursive_rule",
+        rule="recursive",
+    ),
+    Law(
+        "recursive-rule-outcome",
+        "over all drafts sampled from q and all coins the next token has the target's law",
+        rule_check.outcome_over_drafts,
+        "recursive_drafts",
+        rule="recursive",
+    ),
+    Law(
+        "recursive-on-fixed-draft",
+        "forced on a fixed draft min(1, p/q) shows its exact bias: why that pairing is refused",
+        rule_check.fixed_draft,
+        "recursive_fixed",
+        rule="recursive",
+    ),
+    Law(
+        "match-rule",
+        "each visited node's own coin draws from its law, and a drafted token is followed",
+        rule_check.decisions,
+        "match_rule",
+        rule="draw_and_match",
+    ),
+    Law(
+        "match-rule-logits",
+        "from logits, the same within the ambiguity band of float32",
+        rule_check.decisions,
+        "match_rule_logits",
+        rule="draw_and_match",
+    ),
+    Law(
+        "match-rule-purity",
+        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        rule_check.purity,
+        "match_rule",
+        rule="draw_and_match",
+    ),
+    Law(
+        "match-rule-outcome",
+        "drawing and matching, the text has the target's law whatever was drafted",
+        check.outcome_law,
+        "match_drafts",
+        rule="draw_and_match",
     ),
 )
 

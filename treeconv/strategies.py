@@ -434,7 +434,8 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows, wide;
       drawn (dyadic, few outcomes: for verifiers that draw their own coins);
       with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
-      filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters.
+      filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters; by another rule
+      than target-only: the keys of ``rule_strategies.RULE_CASES``.
     """
     filtered: dict[str, Any] = {"max_nodes": 5, "min_vocab": 2, "allow_filters": True}
     strategies: dict[str, Any] = {
@@ -463,6 +464,10 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "filtered_batches": lambda: verify_cases(min_requests=2, max_requests=4, **filtered),
         "filtered_wide": lambda: _wide_cases(allow_filters=True),
     }
+    if kind not in strategies:
+        from treeconv.rule_strategies import RULE_CASES  # noqa: PLC0415  # which is made of what is here
+
+        strategies |= RULE_CASES
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")
     strategy: SearchStrategy[VerifyCase] = strategies[kind]()

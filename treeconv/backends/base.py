@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.rules import RULES
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from treeconv.filters import Filters
+    from treeconv.rules import Rule, RuleName
 
 __all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend"]
 
@@ -50,6 +52,9 @@ class BackendTraits:
             a way of its own (draw-and-match); no law about buckets. Or it draws its coins itself: from
             "seeds", int64 ``[B]``, each request's coins fixed by (seed, ``batch.prefix_lens``); or from a
             "generator", a ``torch.Generator``. Then the laws about coins are what is left.
+        rules: the acceptance rules it has, some of :data:`treeconv.rules.RULES`.
+
+        takes_thresholds: its target-only rule takes acceptance thresholds below 1, which are lossy.
     """
 
     takes_logits: bool = True
@@ -61,11 +66,13 @@ class BackendTraits:
     is_interpreted: bool = False
     takes_filters: bool = False
     coins: CoinUse = "bucket"
+    rules: tuple[RuleName, ...] = ("target_only",)
+    takes_thresholds: bool = False
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A target-only tree verifier.
+    """A tree verifier, target-only unless it claims other rules.
 
     Inputs arrive validated. ``temperature`` is float32 ``[B]``; ``coins.accept`` float32 ``[B, N]`` and
     ``coins.final`` float32 ``[B]``; all on the batch's device. Inputs must not be written to.
@@ -75,6 +82,8 @@ class Backend(Protocol):
     all off (:meth:`Cuts.are_on`) is decided as if there were none.
 
     ``coins`` is what ``traits.coins`` says: :class:`Coins`, seeds, or a generator.
+    ``rule`` likewise: only where it is not :attr:`~treeconv.rules.Rule.is_plain`, and only where the traits
+    claim it. Its draft probabilities of padding are NaN in laws.
     """
 
     name: str
@@ -88,6 +97,7 @@ class Backend(Protocol):
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Verify from ``logits [B, N, V]``."""
 
@@ -98,6 +108,7 @@ class Backend(Protocol):
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Verify from ``target_probs [B, N, V]`` float32."""
 
@@ -107,11 +118,13 @@ class FunctionBackend:
 
     ``f(batch, target_probs, coins, depth_cap)`` takes probabilities, and
     ``f(batch, logits, temperature, coins, depth_cap)`` logits; one that has a further parameter ``filters``
-    is judged on filtered laws too (it gets None where there are none). A function that draws its coins
-    itself takes ``seeds`` or ``generator`` in the place of ``coins`` (:class:`BackendTraits` says what they
-    are). All return a :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an
-    optional fourth ``status``. Unusable rows are judged where the function has an attribute
-    ``reports_status`` that is true; attributes ``devices``, ``rows_dtypes`` and ``coins`` are its traits.
+    is judged on filtered laws too (it gets None where there are none). One with a parameter ``rule`` gets the
+    :class:`~treeconv.rules.Rule` (None for the plain one), and claims what its attribute ``rules`` says: all
+    of them if it has none. A function that draws its coins itself takes ``seeds`` or ``generator`` in the
+    place of ``coins`` (:class:`BackendTraits` says what they are). All return a :class:`VerifyOutput`, or
+    ``(accept_index, accept_token_num, predicts)`` with an optional fourth ``status``. Unusable rows are
+    judged where the function has an attribute ``reports_status`` that is true; attributes ``devices``,
+    ``rows_dtypes`` and ``coins`` are its traits.
 
     Raises:
         BackendUnavailable: parameters of neither kind.
@@ -138,7 +151,9 @@ class FunctionBackend:
             rows_dtypes=tuple(getattr(function, "rows_dtypes", BackendTraits.rows_dtypes)),
             takes_filters="filters" in parameters,
             coins=drawn,
+            rules=tuple(getattr(function, "rules", RULES)) if "rule" in parameters else RULES[:1],
         )
+        self._takes_rule = "rule" in parameters
 
     def _output(self, result: Any) -> VerifyOutput:
         import torch  # noqa: PLC0415
@@ -162,6 +177,7 @@ class FunctionBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Call the function with logits."""
         return self._output(
@@ -171,7 +187,7 @@ class FunctionBackend:
                 temperature=temperature,
                 **{self._coins: coins},
                 depth_cap=depth_cap,
-                **self._more(filters),
+                **self._more(filters, rule),
             )
         )
 
@@ -182,6 +198,7 @@ class FunctionBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Call the function with probabilities."""
         return self._output(
@@ -190,12 +207,18 @@ class FunctionBackend:
                 target_probs=target_probs,
                 **{self._coins: coins},
                 depth_cap=depth_cap,
-                **self._more(filters),
+                **self._more(filters, rule),
             )
         )
 
-    def _more(self, filters: Filters | None) -> dict[str, Any]:
-        if not self.traits.takes_filters:
+    def _more(self, filters: Filters | None, rule: Rule | None) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        if self.traits.takes_filters:
+            more["filters"] = filters
+        else:
             assert filters is None, "handed filters that its traits do not claim"
-            return {}
-        return {"filters": filters}
+        if self._takes_rule:
+            more["rule"] = rule
+        else:
+            assert rule is None, "handed a rule that its traits do not claim"
+        return more

@@ -180,9 +180,10 @@ class _LazyWalk:
         if self._scratch is None:
             width = -(-self._vocab // _BLOCK) * _BLOCK
             self._scratch = torch.empty((len(requests), width), device=rows.device)
-            self._scratch[:, self._vocab :] = 0.0
-        padded = self._scratch.narrow(0, 0, len(requests))
-        values = padded.narrow(1, 0, self._vocab)
+            if width > self._vocab:
+                self._scratch[:, self._vocab :] = 0.0
+        padded = self._scratch if len(requests) == len(self._scratch) else self._scratch[: len(requests)]
+        values = padded if padded.shape[1] == self._vocab else padded[:, : self._vocab]
         values.copy_(rows)
         peaks = values.amax(dim=1, keepdim=True)
         is_probs = self._temperatures is None

@@ -115,6 +115,16 @@ class Bonus:
         # The last place is where a coin of 1 falls: no sum exceeds the target.
         return int(self.tokens[bisect_right(self.sums, target, 0, len(self.sums) - 1)])
 
+    def admitted(self, coin: float) -> list[int]:
+        """Every token that a correct sampler may draw with this coin."""
+        lower, upper = self.bounds
+        if isinstance(lower, np.ndarray):  # a large vocabulary is looked at at once
+            is_open = np.asarray(upper) > coin
+            is_open[self._first_last :] = True
+            is_open[1:] &= lower[:-1] <= coin
+            return [int(self.tokens[place]) for place in np.flatnonzero(is_open)]
+        return [int(token) for token in self.tokens if self.admits(token, coin)]
+
     def boundaries(self) -> list[tuple[Number, Number]]:
         """``(lower, upper)`` of each boundary between one token and the next."""
         lower, upper = self.bounds
@@ -126,6 +136,22 @@ class Row(Protocol):
 
     status: RowStatus
     vocab_size: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether float32 sees these masses exactly."""
+
+    @property
+    def masses(self) -> NDArray[Any]:
+        """``[V]`` best estimates of p: Fractions (dtype object) where they are exact, else float64."""
+
+    @property
+    def lower(self) -> NDArray[np.float64]:
+        """``[V]`` what float32 sees at least."""
+
+    @property
+    def upper(self) -> NDArray[np.float64]:
+        """``[V]`` what float32 sees at most."""
 
     def mass(self, token: int) -> Number:
         """Best estimate of p(token); 0 outside the vocabulary."""
@@ -266,11 +292,26 @@ class ExactRow:
         return Fraction(0) if total & (total - 1) == 0 else Fraction(1 + 2**20, 2**44)
 
     @property
+    def is_exact(self) -> bool:
+        """True: the masses are what they are."""
+        return True
+
+    @cached_property
+    def masses(self) -> NDArray[Any]:
+        """``[V]`` probabilities as Fractions."""
+        found = np.empty(self.vocab_size, object)
+        found[:] = [self.mass(token) for token in range(self.vocab_size)]
+        return found
+
+    @property
     def lower(self) -> NDArray[np.float64]:
         """``[V]`` float64 probabilities."""
-        return np.array([float(self.mass(token)) for token in range(self.vocab_size)])
+        return self.masses.astype(np.float64)
 
-    upper = lower
+    @property
+    def upper(self) -> NDArray[np.float64]:
+        """``[V]`` float64 probabilities."""
+        return self.lower
 
 
 class EnclosedRow:
@@ -333,25 +374,26 @@ class EnclosedRow:
         """Whether the mass cannot underflow."""
         return self.may_have_mass(token) and not bool(self._may_flush[token])
 
-    def _mass_bounds(self, token: int) -> tuple[float, float]:
-        if not self.may_have_mass(token):
-            return 0.0, 0.0
-        mass = self.mass(token)
-        error = float(self._errors[token]) + self._scale_error + _FLOAT64_SLACK
+    @cached_property
+    def _mass_bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        mass = self._masses
+        error = self._errors + self._scale_error + _FLOAT64_SLACK
+        must_have = self._may_have & ~self._may_flush
         largest = mass
         if self._certain_total < 1:  # alone with what is certain, its share is the largest
-            certain = self._certain_total - (mass if self.must_have_mass(token) else 0.0)
-            largest = mass / (mass + max(certain, 0.0)) if mass else 0.0
+            certain = np.maximum(self._certain_total - np.where(must_have, mass, 0.0), 0.0)
+            largest = np.where(mass > 0, mass / np.maximum(mass + certain, 2.0**-1022), 0.0)
         upper = largest * (1 + error) + 2.0**-149
-        return (mass * (1 - error) if self.must_have_mass(token) else 0.0), upper
+        return np.where(must_have, mass * (1 - error), 0.0), np.where(self._may_have, upper, 0.0)
 
     def accept_bounds(self, tokens: Sequence[int]) -> list[tuple[Number, Number]]:
         """Enclosures of the running sums: of each mass, and one rounding per addition."""
         bounds: list[tuple[Number, Number]] = []
         lower = upper = 0.0
+        lows, highs = self._mass_bounds
         for place, token in enumerate(tokens):
-            low, high = self._mass_bounds(token)
-            lower, upper = lower + low, upper + high
+            if self.may_have_mass(token):
+                lower, upper = lower + float(lows[token]), upper + float(highs[token])
             rounding = place * ROUNDING
             bounds.append((lower * (1 - rounding), upper * (1 + rounding)))
         return bounds
@@ -393,12 +435,22 @@ class EnclosedRow:
     @property
     def lower(self) -> NDArray[np.float64]:
         """``[V]`` float64 lower bounds of the probabilities."""
-        return np.array([self._mass_bounds(token)[0] for token in range(self.vocab_size)])
+        return self._mass_bounds[0]
 
     @property
     def upper(self) -> NDArray[np.float64]:
         """``[V]`` float64 upper bounds of the probabilities."""
-        return np.array([self._mass_bounds(token)[1] for token in range(self.vocab_size)])
+        return self._mass_bounds[1]
+
+    @property
+    def is_exact(self) -> bool:
+        """False: float32 rounds."""
+        return False
+
+    @property
+    def masses(self) -> NDArray[Any]:
+        """``[V]`` best estimates."""
+        return self._masses
 
 
 class _BadRow(ExactRow):
