@@ -24,8 +24,8 @@ from treeconv.backends import registry
 from treeconv.backends.base import Backend, BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
 from treeconv.backends.reference import ReferenceBackend
-from treeconv.rules import RULES
 from treeconv.backends.registry import BACKENDS, available_backends, choose_backend, get_backend
+from treeconv.rules import RULES
 
 BATCH = to_verify_input([DraftTree.chain([9, 1])])
 PROBS = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])

@@ -75,7 +75,7 @@ class Violation(Exception):
 def target_rows(
     request: Request, kind: str, filter_order: FilterOrder = "sequential", rule: RuleName = "target_only"
 ) -> TargetRows:
-    """The oracle's view of a request's rows: its filters applied in the case's order, under the case's rule."""
+    """The oracle's view of a request's rows: its filters in the case's order, under the case's rule."""
     cuts = request.cuts(filter_order)
     if kind == "probs":
         rows = oracle.TargetRows.from_probs(request.rows, cuts)

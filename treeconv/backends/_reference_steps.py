@@ -1,7 +1,7 @@
 """What each rule does at one node, as the ``reference`` backend decides it: NumPy float32, said plainly.
 
-A step is given the law p of the node, the tokens of its children (none at a leaf, or at the depth cap) and its
-coins. It returns ``(place, -1)`` of the accepted child, or ``(-1, token)`` of what ends the walk.
+A step is given the law p of the node, the tokens of its children (none at a leaf, or at the depth cap) and
+its coins. It returns ``(place, -1)`` of the accepted child, or ``(-1, token)`` of what ends the walk.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv.errors import InvalidArgument
-from treeconv.oracle._rows import ROUNDING, Bonus, ExactRow, sum_error
+from treeconv.oracle._bonus import Bonus
+from treeconv.oracle._rows import ROUNDING, ExactRow, sum_error
 from treeconv.tree import as_float_array
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from treeconv.oracle._rows import Number, Row
+    from treeconv.oracle._bonus import Number
+    from treeconv.oracle._rows import Row
     from treeconv.rules import RuleName
     from treeconv.tree import DraftTree
 
@@ -177,9 +179,12 @@ def _test(child: int, slot: int, p: _Law, q: _Law, token: int) -> Test:
         # Nothing rounds but `coin * q` (or `p / q`), and only if q is no power of two. Rounding is monotone:
         # a coin at p / q or above gives p at least, so only a coin just below may be taken for one there.
         is_rounded = isinstance(best, Fraction) and q.best[token].numerator & (q.best[token].numerator - 1)
-        return Test(child, slot, best * _EXACT_ROUNDING if is_rounded else best, best, best)
-    lower = ratio(p.low[token], q.high[token]) * (1 - 2 * ROUNDING)
-    return Test(child, slot, lower, best, ratio(p.high[token], q.low[token]) * (1 + 2 * ROUNDING))
+        lower, upper = best * _EXACT_ROUNDING if is_rounded else best, best
+    else:
+        lower = ratio(p.low[token], q.high[token]) * (1 - 2 * ROUNDING)
+        upper = ratio(p.high[token], q.low[token]) * (1 + 2 * ROUNDING)
+    # Who compares with min(1, p / q) rejects at a coin of exactly 1, where no coin should be.
+    return Test(child, slot, min(lower, 1), best, upper)
 
 
 def _after_rejection(p: _Law, q: _Law) -> list[_Law]:
