@@ -1,4 +1,4 @@
-"""The command line: ``treeconv verify | replay | convert | doctor``.
+"""The command line: ``treeconv verify | replay | fuzz | corpus | convert | bench | doctor``.
 
 Exit codes: 0 all well, 1 a law is broken, 2 the question could not be answered (bad input, a backend that
 is not there), 130 interrupted.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from treeconv import __version__
 from treeconv.convert import to_verify_input, tree_mask
 from treeconv.errors import InvalidArgument, LawBroken, TreeconvError
+from treeconv.fuzzing.command import add_commands
 from treeconv.tree import TreeMaskMode
 from treeconv.tree_documents import parse_trees
 
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--seconds", type=float, default=240, help="begin no shape after this long")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (PNG; needs matplotlib)")
+    add_commands(command, _add_backend)
     command("doctor", _doctor, "Show versions, devices and backends. Says why a backend cannot be used here.")
     return parser
 

@@ -38,7 +38,9 @@ def parse_trees(raw: bytes | str, where: str) -> tuple[list[DraftTree], list[int
     else:
         items = document
     if not isinstance(beside["prefix_lens"], (list, type(None))):
-        raise InvalidArgument(f"{where}: prefix_lens={beside['prefix_lens']!r}, but must be a list of integers")
+        raise InvalidArgument(
+            f"{where}: prefix_lens={beside['prefix_lens']!r}, but must be a list of integers"
+        )
     if not isinstance(items, list) or not items:
         raise InvalidArgument(f"{where}: must hold a tree, or a list of at least one")
     trees = []

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["COUNTERS", "FlightRecorder", "read_payload", "read_status"]
+__all__ = ["COUNTERS", "FlightRecorder", "read_payload", "read_status", "reset"]
 
-#: job: the number of the job under way. cases: judged. decisions: judged in them. repeats: failures that were known.
-#: entries: inputs added to the working set. features: of coverage. done: 1 once nothing is left to do.
+#: job: the number of the job under way. cases: judged. decisions: judged in them. repeats: failures that were
+#: known. entries: inputs added to the working set. features: of coverage. done: 1 once nothing is left to do.
 COUNTERS = ("job", "cases", "decisions", "repeats", "entries", "features", "done")
 _NUMBER = struct.Struct("<Q")
 _TIME = struct.Struct("<d")
@@ -70,6 +70,14 @@ class FlightRecorder:
     def idle(self) -> None:
         """Nothing is under way that could hang."""
         _TIME.pack_into(self._map, _STARTED, 0.0)
+
+
+def reset(path: Path) -> None:
+    """Nothing is under way any more: the worker that wrote it is gone."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.seek(_STARTED)
+            file.write(_TIME.pack(0.0))
 
 
 def read_status(path: Path) -> tuple[dict[str, int], float]:

@@ -30,21 +30,38 @@ from treeconv.convert import (
 )
 from treeconv.corpus import CorpusEntry, load_entry, save_entry
 from treeconv.errors import CorpusError, InvalidArgument, LawBroken, TreeconvError
+from treeconv.fuzzing.signature import Signature, signature_of
 from treeconv.strategies import draft_trees
 from treeconv.traces import Trace, load_trace, save_trace
 from treeconv.tree import DraftTree, TreeMaskMode, VerifyInput
 from treeconv.tree_documents import parse_trees
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["PARSERS", "Parser", "load_input", "parser_named", "save_input"]
+__all__ = ["PARSERS", "Parser", "load_input", "parser_named", "save_input", "shrink_input"]
 
 _SUFFIX = ".input"
-_NASTY = (None, True, -1, 0, 1, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 1.5, "", "nan", "-inf", "0x1p+2000", "0x0p+0")
-_NASTY_NESTED = ([], {}, [[]], [0], {"type": "raw"}, [[[[1]]]])
+_NASTY = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63 - 1,
+    2**63,
+    -(2**63) - 1,
+    1.5,
+    "",
+    "nan",
+    "-inf",
+    "0x1p+2000",
+    "0x0p+0",
+)
+_NASTY_NESTED: tuple[Any, ...] = ([], {}, [[]], [0], {"type": "raw"}, [[[[1]]]])
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,10 @@ class Parser:
             while tb is not None and tb.tb_next is not None:
                 tb = tb.tb_next
             at = f" (raised at {tb.tb_frame.f_code.co_filename}:{tb.tb_lineno})" if tb else ""
-            got, want = f"{type(error).__name__}: {error}{at}", "refused with an error of treeconv's, or understood"
+            got, want = (
+                f"{type(error).__name__}: {error}{at}",
+                "refused with an error of treeconv's, or understood",
+            )
         else:
             return 1
         shown = json.dumps(value)
@@ -200,7 +220,9 @@ def _damaged_lists(draw: DrawFn, lists: dict[str, Any]) -> dict[str, Any]:
         if not values:
             continue
         place = draw(st.integers(0, len(values) - 1))
-        values[place] = draw(st.one_of(st.integers(-2, len(values) + 1), st.sampled_from([2**31, 2**62, -(2**62)])))
+        values[place] = draw(
+            st.one_of(st.integers(-2, len(values) + 1), st.sampled_from([2**31, 2**62, -(2**62)]))
+        )
     return damaged
 
 
@@ -394,7 +416,12 @@ def _convert_documents(draw: DrawFn) -> Any:
 
 
 PARSERS: tuple[Parser, ...] = (
-    Parser("tree", "two lists are a draft tree that survives every layout, or are refused", _check_tree, _tree_inputs),
+    Parser(
+        "tree",
+        "two lists are a draft tree that survives every layout, or are refused",
+        _check_tree,
+        _tree_inputs,
+    ),
     Parser(
         "pointers",
         "first-child / next-sibling arrays come back as they were, or are refused",
@@ -431,6 +458,39 @@ def parser_named(name: str) -> Parser:
         if parser.name == name:
             return parser
     raise InvalidArgument(f"parser={name!r}, but must be one of {', '.join(p.name for p in PARSERS)}")
+
+
+def _smaller_inputs(value: Any) -> Iterator[Any]:
+    """The input without some of its parts, then with plainer ones."""
+    if isinstance(value, str):
+        run = len(value) // 2
+        while run:
+            for start in range(0, len(value), run):
+                yield value[:start] + value[start + run :]
+            run //= 2
+    elif isinstance(value, list):
+        yield from (value[:place] + value[place + 1 :] for place in reversed(range(len(value))))
+        for place, item in enumerate(value):
+            yield from ([*value[:place], less, *value[place + 1 :]] for less in _smaller_inputs(item))
+    elif isinstance(value, dict):  # its keys are what the parser asks for
+        for key, item in value.items():
+            yield from ({**value, key: less} for less in _smaller_inputs(item))
+    elif isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1:
+        yield from (0, 1, value // 2)
+
+
+def shrink_input(
+    parser: Parser, broken: LawBroken, signature: Signature, should_stop: Callable[[], bool]
+) -> LawBroken:
+    """The same violation by a smaller input."""
+    smaller = _smaller_inputs(broken.parameters["input"])
+    while not should_stop() and (value := next(smaller, None)) is not None:
+        try:
+            parser.run(value)
+        except LawBroken as still:
+            if signature_of(still) == signature:
+                broken, smaller = still, _smaller_inputs(value)
+    return broken
 
 
 def save_input(directory: Path, parser: str, value: Any) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from treeconv.case import Request
 
 __all__ = ["aims", "explore", "search_law"]
@@ -38,15 +39,17 @@ def examples_in(round_number: int) -> int:
     return min(_MOST_EXAMPLES, 25 << min(round_number, 8))
 
 
-def _law64(request: Request, node: int, kind: str) -> np.ndarray[Any, Any]:
+def _law64(request: Request, node: int, kind: str) -> NDArray[np.float64]:
     row = request.rows[node].astype(np.float64)
     if kind == "probs":
         return row
     if request.temperature == 0 or not np.isfinite(row.max()):
-        return np.eye(1, row.size, int(row.argmax()))[0]
+        one_hot: NDArray[np.float64] = np.eye(1, row.size, int(row.argmax()))[0]
+        return one_hot
     with np.errstate(over="ignore", under="ignore"):
-        weights = np.exp((row - row.max()) / request.temperature)
-    return np.asarray(weights / weights.sum())
+        weights: NDArray[np.float64] = np.exp((row - row.max()) / request.temperature)
+    weights /= weights.sum()
+    return weights
 
 
 def aims(case: VerifyCase) -> dict[str, float]:
@@ -102,7 +105,7 @@ def explore(
 
         strategy: what is drawn.
 
-        campaign, subject, meaning, backend: for records.
+        campaign: what records name; ``subject``, ``meaning`` and ``backend`` likewise.
 
         session: the worker's.
 
@@ -126,10 +129,12 @@ def explore(
             decisions = run(case)
         except LawBroken as error:
             broken = error
-        except (HypothesisException, hypothesis.errors.UnsatisfiedAssumption):
+        except HypothesisException:
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, it is one of ours
-            broken = as_broken(error, subject, meaning, backend, case if isinstance(case, VerifyCase) else None)
+            broken = as_broken(
+                error, subject, meaning, backend, case if isinstance(case, VerifyCase) else None
+            )
         else:
             session.recorder.add("cases")
             session.recorder.add("decisions", int(decisions) if isinstance(decisions, int) else 1)
@@ -160,7 +165,6 @@ def explore(
     )
     seed = f"{session.config.seed}/{campaign}/{subject}/{backend}/{round_number}"
     given = settings(hypothesis.seed(seed)(hypothesis.given(case=strategy)(test)))
-    random.seed(seed)
     try:
         given()
     except Exception as error:
@@ -240,7 +244,9 @@ def shrink_stored(digest: str, session: Session) -> str | None:
         if signature_of(error) != signature:
             return f"breaks otherwise now: {signature_of(error).kind}"
         error.path = None
-        smaller = shrink(error, run, values=True, should_stop=lambda: session.is_over) if error.case else error
+        smaller = (
+            shrink(error, run, values=True, should_stop=lambda: session.is_over) if error.case else error
+        )
         session.settle(found.campaign, signature, smaller, **found.origin)
         return None
     return "its law is kept now"

@@ -6,12 +6,12 @@ import importlib
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treeconv.corpus import CorpusEntry
+from treeconv.corpus import CorpusEntry, save_entry
 from treeconv.errors import InvalidArgument, LawBroken
 from treeconv.fuzzing.signature import Signature, signature_of
 from treeconv.fuzzing.store import Discovery, Store
@@ -19,6 +19,8 @@ from treeconv.ledger import Ledger
 from treeconv.suite import load_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from treeconv.backends.base import Backend
     from treeconv.fuzzing.flight import FlightRecorder
 
@@ -151,7 +153,9 @@ class Session:
     def backend(self, name: str) -> Backend:
         """A backend, loaded once."""
         if name not in self._backends:
+            self.recorder.under_way(("load", "load", name, None))  # importing a stranger's module may end us
             self._backends[name] = load_backend(name, self.config.device)
+            self.recorder.idle()
         return self._backends[name]
 
     @property
@@ -196,24 +200,26 @@ class Session:
         signature = signature_of(error)
         if signature.digest not in self.found:
             self.found.append(signature.digest)
-        found = Discovery.of(
-            signature, campaign, str(error), origin=origin, known=self.known_as(signature)
-        )
-        entry = None if error.case is None else entry_of(error, campaign)
+        found = self._discovery(campaign, signature, error, origin)
+        save = saver(error, campaign)
         if error.path is not None:  # a stored case broke: its file is the finding's
-            found = Discovery(**{**asdict(found), "entry": self.relative(error.path), "state": "done"})
-            entry = None
-        if self.store.claim(signature, found, entry):
+            found, save = replace(found, entry=self.relative(error.path), state="done"), None
+        if self.store.claim(signature, found, save):
             return signature
         self.recorder.add("repeats")
         return None
 
     def settle(self, campaign: str, signature: Signature, error: LawBroken, **origin: Any) -> None:
         """Record the shrunk case of a claimed failure."""
-        found = Discovery.of(
-            signature, campaign, str(error), origin=origin, known=self.known_as(signature)
+        self.store.settle(
+            signature, self._discovery(campaign, signature, error, origin), saver(error, campaign)
         )
-        self.store.settle(signature, found, None if error.case is None else entry_of(error, campaign))
+
+    def _discovery(
+        self, campaign: str, signature: Signature, error: LawBroken, origin: dict[str, Any]
+    ) -> Discovery:
+        known = self.known_as(signature)
+        return Discovery.of(signature, campaign, str(error), origin=origin, known=known)
 
     def relative(self, path: Path) -> str:
         """A path as records name it: relative to the corpus where it lies there."""
@@ -223,15 +229,22 @@ class Session:
             return str(path)
 
 
-def entry_of(error: LawBroken, campaign: str) -> CorpusEntry:
-    """A failure's case as it is stored."""
-    return CorpusEntry(
-        law=error.law,
-        case=error.case,
-        note=f"found by the campaign {campaign}",
-        backend=error.backend or "",
-        parameters=error.parameters,
-    )
+def saver(error: LawBroken, campaign: str) -> Callable[[Path], Path] | None:
+    """What writes a failure's case, or its input; None where it has neither."""
+    if error.case is not None:
+        entry = CorpusEntry(
+            law=error.law,
+            case=error.case,
+            note=f"found by the campaign {campaign}",
+            backend=error.backend or "",
+            parameters=error.parameters,
+        )
+        return lambda directory: save_entry(directory, entry)
+    if "input" in error.parameters:
+        from treeconv.fuzzing.parsers import save_input  # noqa: PLC0415
+
+        return lambda directory: save_input(directory, error.law, error.parameters["input"])
+    return None
 
 
 def as_broken(error: Exception, law: str, meaning: str, backend: str | None, case: Any) -> LawBroken:

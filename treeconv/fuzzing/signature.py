@@ -38,7 +38,7 @@ class Signature:
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits: it names files."""
-        return hashlib.sha256("\n".join((self.law, self.backend, self.kind)).encode()).hexdigest()[:12]
+        return hashlib.sha256(f"{self.law}\n{self.backend}\n{self.kind}".encode()).hexdigest()[:12]
 
 
 def _field(text: str, name: str) -> str:

@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeconv._corpus_codec import atomic_write
-from treeconv.corpus import CorpusEntry, save_entry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from treeconv.fuzzing.signature import Signature
+
+    Save = Callable[[Path], Path]  # writes a case into a directory, and says where
 
 __all__ = ["Discovery", "Store"]
 
@@ -98,7 +101,7 @@ class Store:
         read = {path.stem: _read(path) for path in sorted(self._records.glob("[0-9a-f]*.json"))}
         return {digest: found for digest, found in read.items() if found is not None}
 
-    def claim(self, signature: Signature, found: Discovery, entry: CorpusEntry | None = None) -> bool:
+    def claim(self, signature: Signature, found: Discovery, save: Save | None = None) -> bool:
         """Record a finding, its case not shrunk yet.
 
         Returns:
@@ -109,8 +112,8 @@ class Store:
         """
         if self.has(signature):
             return False
-        if entry is not None:
-            found = replace(found, entry=self._relative(save_entry(self.work / "raw", entry)))
+        if save is not None:
+            found = replace(found, entry=self._relative(save(self.work / "raw")))
         temporary = self._records / f".{signature.digest}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         atomic_write(temporary, _encode(found))
         try:
@@ -124,7 +127,7 @@ class Store:
         return True
 
     def settle(
-        self, signature: Signature, found: Discovery, entry: CorpusEntry | None, shelf: str = "regressions"
+        self, signature: Signature, found: Discovery, save: Save | None, shelf: str = "regressions"
     ) -> Discovery:
         """Put a claimed finding's shrunk case on its shelf, and close the record.
 
@@ -133,14 +136,14 @@ class Store:
 
             found: the finding as it now reads.
 
-            entry: its shrunk case; None leaves what was claimed.
+            save: writes its shrunk case; None leaves what was claimed.
 
             shelf: the folder under the corpus directory.
         """
         before = _read(self._path(signature))
         raw = before.entry if before else ""
-        if entry is not None:
-            found = replace(found, entry=self._relative(save_entry(self.corpus / shelf, entry)))
+        if save is not None:
+            found = replace(found, entry=self._relative(save(self.corpus / shelf)))
         else:
             found, raw = replace(found, entry=raw), ""
         found = replace(found, state="done")

@@ -1,0 +1,1 @@
+"""``treeconv corpus minimise``."""
