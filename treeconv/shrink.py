@@ -1,7 +1,8 @@
-"""Smaller cases that break the same law: what is left out or made plain of an explicit case, one step at a time.
+"""Smaller cases that break the same law: an explicit case with parts left out or made plain, step by step.
 
-Hypothesis shrinks what it drew itself, but deletes only what was drawn in one piece, and a node is a token, a row and
-a coin. Cases that it did not draw (of the bulk engine, of another campaign's journal) are shrunk by this alone.
+Hypothesis shrinks what it drew itself, but deletes only what was drawn in one piece, and a node is a token,
+a row and a coin. Cases that it did not draw (of the bulk engine, of another campaign's journal) are shrunk
+by this alone.
 """
 
 from __future__ import annotations
@@ -109,25 +110,24 @@ def _fewer_tokens(case: VerifyCase) -> Iterator[VerifyCase]:
     run = size // 2
     while run:
         for start in range(0, size, run):
-            gone = set(range(start, min(start + run, size))) - held
+            gone = sorted(set(range(start, min(start + run, size))) - held)
             kept = [token for token in range(size) if token not in gone]
-            if not gone or not kept:
-                continue
-            place = {old: new for new, old in enumerate(kept)}
-            yield replace(
-                case,
-                requests=tuple(
-                    replace(
-                        request,
-                        tree=DraftTree(
-                            request.tree.parents, tuple(place[token] for token in request.tree.token_ids)
-                        ),
-                        rows=request.rows[:, kept],
-                    )
-                    for request in case.requests
-                ),
-            )
+            if gone and kept:
+                yield _without_tokens(case, gone, kept)
         run //= 2
+
+
+def _without_tokens(case: VerifyCase, gone: Sequence[int], kept: Sequence[int]) -> VerifyCase:
+    """Ids close up. Probabilities keep their sum: what goes is added to the largest that stays."""
+    place = {old: new for new, old in enumerate(kept)}
+    requests = []
+    for request in case.requests:
+        rows = request.rows[:, kept]
+        if case.kind == "probs":
+            rows[np.arange(len(rows)), rows.argmax(axis=1)] += request.rows[:, gone].sum(axis=1)
+        names = tuple(place.get(token, 0) for token in request.tree.token_ids)
+        requests.append(replace(request, tree=DraftTree(request.tree.parents, names), rows=rows))
+    return replace(case, requests=tuple(requests))
 
 
 def _plainer(case: VerifyCase) -> Iterator[VerifyCase]:

@@ -1,8 +1,8 @@
 """Thousands of random verification calls at once, made as tensors on a device: the rare is made often.
 
-Shapes from chains to stars, siblings among token 0 and the last one, ties, -inf, zero mass, greedy beside tiny and
-huge temperatures, and coins planted just outside the ambiguity band of a boundary (or, where float32 is exact, at
-the boundary itself and one unit below it).
+Shapes from chains to stars, siblings among token 0 and the last one, ties, -inf, zero mass, greedy beside
+tiny and huge temperatures, and coins planted just outside the ambiguity band of a boundary (or, where
+float32 is exact, at the boundary itself and one unit below it).
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _with_top_drafted(
 
 
 def _planted_coins(random: _Random, calls: WideCalls) -> Coins:
-    """Coins at the edges: 0, the last below 1, 1; beside a child's boundary, or beside one of the bonus draw."""
+    """Coins at the edges: 0, the last below 1, 1; beside a boundary of a child or of the bonus draw."""
     B, N = calls.parents.shape
     accept, final = calls.coins.accept, calls.coins.final
     edges = (0.0, 1 - 2.0**-24, 1.0)
@@ -317,7 +317,8 @@ def _planted_coins(random: _Random, calls: WideCalls) -> Coins:
         1, node[:, None], torch.where(child > 0, beside, accept[lanes, node])[:, None]
     )
 
-    # In a quarter: beside a boundary of the root's bonus. The coin is the last one below 1, to reject the children.
+    # In a quarter: beside a boundary of the root's bonus. The coin is the last one below 1, to reject the
+    # children.
     part = slice(B // 2, B // 2 + B // 4)
     parents, names = calls.parents[part], calls.batch.candidates[part]
     lanes = torch.arange(len(parents), device=random.device)

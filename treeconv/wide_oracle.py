@@ -1,8 +1,8 @@
 """Thousands of trees decided at once in float64, on any device, and where float32 may decide otherwise.
 
-The same walk and the same error budget as :mod:`treeconv.oracle` (``_rows.EnclosedRow`` states it, the constants
-are its), as tensor operations: parents and tokens in, no layout, nothing of a backend. Off the CPU nothing waits
-for the device.
+The same walk and the same error budget as :mod:`treeconv.oracle` (``_rows.EnclosedRow`` states it, the
+constants are its), as tensor operations: parents and tokens in, no layout, nothing of a backend. Off the
+CPU nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class WideLaw:
     Args:
         masses: ``[A, V]`` float64 >= 0; sums to 1 where it comes from logits.
 
-        arguments: ``[A, V]`` float64, the exponents ``(x - max) / T``, at least -1000; 0 where every float32 sum is
+        arguments: ``[A, V]`` float64, the exponents ``(x - max) / T``, at least -1000; 0 where every
+        float32 sum is
             exact (greedy, dyadic probabilities).
 
         total: ``[A, 1]`` the softmax's sum, from 1 to V; 1 where there is none.
@@ -77,7 +78,8 @@ class WideLaw:
         sums = left.cumsum(1)
         total = sums[:, -1:]
         share = 1 / torch.where(total > 0, total, 1.0)
-        # Twice the mean error and both sums' rounding bound the band of every boundary; what may underflow, too.
+        # Twice the mean error and both sums' rounding bound the band of every boundary; what may underflow,
+        # too.
         mean = (left * self.arguments).sum(1, keepdim=True).abs() * share
         enclosed = 2 * _error(mean) + (2 * sum_error(V) + 4 * ROUNDING + _FLOAT64_SLACK + _LEAST)
         enclosed = enclosed + V * FLUSH * self.total * share
@@ -221,8 +223,8 @@ def decide(
         depth_cap: accept slots, root included, >= 1.
 
     Returns:
-        Tensors on the rows' device. Off the CPU nothing is read back: every level is computed for every request,
-        those that have stopped included.
+        Tensors on the rows' device. Off the CPU nothing is read back: every level is computed for every
+        request, those that have stopped included.
     """
     count, slots, vocab = rows.shape
     device = rows.device

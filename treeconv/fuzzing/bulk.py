@@ -1,8 +1,9 @@
 """The bulk engine: thousands of random trees a launch, judged where they lie; only what differs is looked at.
 
-Every output is compared with the float64 walk of :mod:`treeconv.wide_oracle`, not with another backend's. What is
-equal is right: that walk is one that a correct sampler may take. What differs goes to the exact oracle, which knows
-whether it is inside the ambiguity band; and what the exact oracle refuses is shrunk and recorded.
+Every output is compared with the float64 walk of :mod:`treeconv.wide_oracle`, not with another backend's.
+What is equal is right: that walk is one that a correct sampler may take. What differs goes to the exact
+oracle, which knows whether it is inside the ambiguity band; and what the exact oracle refuses is shrunk and
+recorded.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 from treeconv._drive import submit
 from treeconv.case import CaseTensors, VerifyCase
 from treeconv.errors import LawBroken
-from treeconv.fuzzing.session import Session
 from treeconv.fuzzing.signature import Signature, signature_of
 from treeconv.judge import Violation, explain, judge, observe, target_rows
 from treeconv.laws import law_named
@@ -27,6 +27,7 @@ from treeconv.wide_oracle import WideDecisions, decide
 
 if TYPE_CHECKING:
     from treeconv.backends.base import Backend
+    from treeconv.fuzzing.session import Session
 
 __all__ = ["BULK_SUBJECTS", "Launch", "Launched", "bulk_round", "case_of_launch", "launch"]
 

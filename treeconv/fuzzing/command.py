@@ -1,4 +1,4 @@
-"""``treeconv fuzz`` and ``treeconv corpus``: options and what is printed. Imports nothing heavy before it runs."""
+"""``treeconv fuzz`` and ``treeconv corpus``: options and what is printed; light until one of them runs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def add_commands(command: AddCommand, add_backend: AddBackend) -> None:
     fuzz = command(
         "fuzz",
         _fuzz,
-        "Search for faults for as long as you like. Replays the corpus, then searches; whatever is found is saved"
-        " at once, shrunk into CORPUS/regressions/ and printed with a replay line. Ctrl-C and kill lose nothing;"
-        " several may run on one corpus. Exit code 1 if anything was found that the ledger does not explain.",
+        "Search for faults for as long as you like. Replays the corpus, then searches; what is found is saved"
+        " at once, shrunk into CORPUS/regressions/ and printed with a replay line. Ctrl-C and kill lose"
+        " nothing; several may run on one corpus. Exit code 1 if anything was found that the ledger does not explain.",
     )
     add_backend(fuzz, "default: every backend that can run on the device")
     fuzz.add_argument("--seconds", type=float, default=60.0, metavar="N", help="how long (default: 60)")
@@ -41,7 +41,10 @@ def add_commands(command: AddCommand, add_backend: AddBackend) -> None:
     fuzz.add_argument("--workers", type=int, metavar="N", help="processes (default: CPUs; 1 on cuda)")
     fuzz.add_argument("--seed", metavar="SEED", help="fixes the search (default: the date in UTC)")
     fuzz.add_argument(
-        "--rounds", type=int, metavar="N", help="end after so many rounds, if that comes before the time is up"
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="end after so many rounds, if that comes before the time is up",
     )
     fuzz.add_argument(
         "--timeout", type=float, default=120.0, metavar="N", help="seconds until a case hangs (default: 120)"
@@ -58,8 +61,8 @@ def add_commands(command: AddCommand, add_backend: AddBackend) -> None:
     corpus = command(
         "corpus",
         _corpus,
-        "Keep a corpus small. `minimise` makes each found case smaller where its backend still breaks on it,"
-        " keeps the smallest of those that break alike, and drops inputs that reach no code of their own.",
+        "Keep a corpus small. `minimise` makes each case that a campaign found smaller, where its backend"
+        " still breaks on it, and keeps the smallest of those that break alike. Published cases are left alone.",
     )
     corpus.add_argument("action", choices=["minimise"])
     corpus.add_argument("--corpus", type=Path, default=Path("corpus"), metavar="DIR", help="default: corpus")
@@ -118,7 +121,7 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 
 def _backend_names(names: list[str], device: str) -> tuple[str, ...]:
-    """Names to judge, none of them loaded here where they were asked for: a backend may take a process down."""
+    """Names to judge. A stranger's backend is not loaded here: it may take the process down."""
     from treeconv import suite  # noqa: PLC0415
     from treeconv.backends.registry import BACKENDS  # noqa: PLC0415
     from treeconv.errors import BackendUnavailable  # noqa: PLC0415

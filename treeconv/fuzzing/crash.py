@@ -1,4 +1,4 @@
-"""Backends that take their process down, or never come back: recorded from the flight recorder, shrunk in forks."""
+"""Backends that take their process down, or never come back: recorded by their last case, shrunk in forks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from treeconv.fuzzing.signature import Signature
 from treeconv.fuzzing.store import Discovery
 from treeconv.laws import law_named
 from treeconv.shrink import shrink
+from treeconv.suite import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,7 @@ __all__ = ["HANG", "how_it_ended", "record_death", "shrink_crash"]
 
 HANG = "does not come back"
 _BULK_LAW = "oracle-agreement"
-_SHRINK_SECONDS = 20.0
+_SHRINK_SECONDS = 10.0
 
 
 def how_it_ended(code: int) -> str:
@@ -60,7 +61,7 @@ class _Death:
         if self.case is not None:
             request = self.case.requests[0]
             lines.append(
-                f"  case:     {len(self.case.requests)} requests, vocabulary {self.case.vocab_size},"
+                f"  case:     requests: {len(self.case.requests)}, vocabulary {self.case.vocab_size},"
                 f" {self.case.kind} {self.case.rows_dtype}, temperature {request.temperature!r}"
             )
             lines += ["  " + line for line in request.tree.draw().splitlines()[:12]]
@@ -95,6 +96,7 @@ def record_death(payload: Any, how: str, config: Config, store: Store) -> Signat
         from treeconv.fuzzing.bulk import case_of_launch  # noqa: PLC0415
 
         law = _BULK_LAW
+        assert asked is not None
         what, start = asked
         case = case_of_launch(what, start, config.device)
     elif isinstance(asked, dict):
@@ -108,7 +110,7 @@ def record_death(payload: Any, how: str, config: Config, store: Store) -> Signat
 
 
 def shrink_crash(digest: str, session: Session) -> None:
-    """Make a crash's case smaller, each attempt in a fork of this process (which has called no backend yet)."""
+    """Make a crash's case smaller, each attempt in a fork of this process, which has called no backend yet."""
     found = session.store.load().get(digest)
     if (
         found is None
@@ -148,8 +150,10 @@ def _with_text(found: Discovery, broken: LawBroken) -> Discovery:
 
 
 def _judge(case: VerifyCase, found: Discovery, session: Session) -> None:
+    """In a fork: the flight recorder is the parent's, and stays untouched."""
     with contextlib.suppress(LawBroken):
-        law_named(found.law).run(case, session.backend(found.backend), session.config.device)
+        device = session.config.device
+        law_named(found.law).run(case, load_backend(found.backend, device), device)
 
 
 def _in_a_fork(call: Callable[[], object], timeout: float) -> str:

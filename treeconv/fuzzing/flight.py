@@ -1,7 +1,8 @@
 """A worker's flight recorder: what it does right now, in a file that outlives it.
 
-The supervisor reads it while the worker runs, to show progress and to see a hang; and after a crash, to know the
-case that was under way. Nothing is synced to the disk: what a process wrote is there when the process is not.
+The supervisor reads it while the worker runs, to show progress and to see a hang; and after a crash, to
+know the case that was under way. Nothing is synced to the disk: what a process wrote is there when the
+process is not.
 """
 
 from __future__ import annotations

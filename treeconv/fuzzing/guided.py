@@ -1,9 +1,10 @@
-"""Parsers under coverage: atheris feeds bytes to Hypothesis, which makes inputs of them; plain Hypothesis without it.
+"""Parsers under coverage: atheris feeds bytes to Hypothesis, which makes inputs of them. Else Hypothesis alone.
 
     python -m treeconv.fuzzing.guided PARSER SEED RUNS SECONDS CORPUS
 
-is the process that atheris (libFuzzer) takes over: treeconv's modules are instrumented while they are imported,
-and the bytes that reached new code are kept in CORPUS/.fuzz/parsers/PARSER/, for later rounds and campaigns.
+is the process that atheris (libFuzzer) takes over: treeconv's modules are instrumented while they are
+imported, and the bytes that reached new code are kept in CORPUS/.fuzz/parsers/PARSER/, for later rounds and
+campaigns.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["has_atheris", "search_parser"]
 
-_STATUS = re.compile(r"cov: (\d+) ft: (\d+) corp: (\d+)")
-_RUNS = 4000  # inputs of a parser a round
+_STATUS = re.compile(r"^#(\d+)\t.*cov: (\d+) ft: (\d+)", re.MULTILINE)
+_RUNS = 2000  # inputs of a parser a round
+_SECONDS = 20  # a round takes at most
 _INSTRUMENTED = (
     "treeconv.convert",
     "treeconv.corpus",
@@ -78,8 +80,9 @@ def _search_guided(name: str, session: Session, round_number: int) -> None:
     )
     kept = session.store.work / "parsers" / name
     kept.mkdir(parents=True, exist_ok=True)
-    before = len(os.listdir(kept))  # noqa: PTH208
-    left = max(1, int(session.deadline - time.monotonic()))
+    before = {name: session.recorder.counters[name] for name in ("cases", "entries")}
+    entries = len(os.listdir(kept))  # noqa: PTH208
+    left = max(1, min(_SECONDS, int(session.deadline - time.monotonic())))
     with tempfile.TemporaryFile("w+b") as output:
         command = [sys.executable, "-m", "treeconv.fuzzing.guided", name, str(seed % 2**31), str(_RUNS)]
         process = subprocess.Popen(  # noqa: S603
@@ -91,7 +94,9 @@ def _search_guided(name: str, session: Session, round_number: int) -> None:
         try:
             while process.poll() is None:
                 session.recorder.under_way(("parsers", name, None, None))
-                time.sleep(0.1)
+                time.sleep(0.2)
+                text = os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
+                _count(text, session, before, len(os.listdir(kept)) - entries)  # noqa: PTH208
                 if time.monotonic() > session.deadline + 10:
                     break
         finally:
@@ -100,16 +105,22 @@ def _search_guided(name: str, session: Session, round_number: int) -> None:
             session.recorder.idle()
         output.seek(0)
         text = output.read().decode(errors="replace")
-    found = _STATUS.findall(text)
-    if process.returncode not in (0, -9) or not found:
+    if process.returncode not in (0, -9):
         raise RuntimeError(f"atheris ended with code {process.returncode}: {text[-1500:]}")
-    session.recorder.set("features", max(session.recorder.counters["features"], int(found[-1][1])))
-    session.recorder.add("entries", max(0, len(os.listdir(kept)) - before))  # noqa: PTH208
-    done = re.search(r"number_of_executed_units: (\d+)", text)
-    session.recorder.add("cases", int(done[1]) if done else 0)
+    _count(text, session, before, len(os.listdir(kept)) - entries)  # noqa: PTH208
     for line in re.findall(r"^found ([0-9a-f]{12})$", text, re.MULTILINE):
         if line not in session.found:
             session.found.append(line)
+
+
+def _count(text: str, session: Session, before: dict[str, int], entries: int) -> None:
+    """What libFuzzer's own lines say, so far."""
+    recorder = session.recorder
+    for line in reversed(_STATUS.findall(text)):
+        recorder.set("cases", before["cases"] + int(line[0]))
+        recorder.set("features", max(recorder.counters["features"], int(line[2])))
+        recorder.set("entries", before["entries"] + max(0, entries))
+        break
 
 
 def _run_atheris(name: str, seed: int, runs: int, seconds: int, corpus: Path, campaign_seed: str) -> None:

@@ -1,7 +1,8 @@
 """The converter and every reader of outside data, held to one rule: refused in words, or understood exactly.
 
-Each parser takes JSON values (bytes as Latin-1 text), so that any input that breaks it can be stored and judged
-again. Inputs begin with something well-formed and are then damaged: random bytes would not get past the first check.
+Each parser takes JSON values (bytes as Latin-1 text), so that any input that breaks it can be stored and
+judged again. Inputs begin with something well-formed and are then damaged: random bytes would not get past
+the first check.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def progress_line(progress: Progress) -> str:
         parts.append(f"{counters['features']} features")
     if counters["entries"]:
         parts.append(f"{counters['entries']} new inputs")
-    parts.append(f"{progress.found} new findings" + (f" ({progress.known} known faults)" if progress.known else ""))
+    parts.append(
+        f"{progress.found} new findings" + (f" ({progress.known} known faults)" if progress.known else "")
+    )
     if counters["repeats"]:
         parts.append(f"{counters['repeats']} repeats")
     if progress.deaths:
@@ -152,7 +154,9 @@ def junit_xml(result: Result) -> bytes:
             ET.SubElement(case, "error", message=_clean(job.errors[0][:200])).text = _clean(job.errors[0])
         elif mine:
             skipped += 1
-            ET.SubElement(case, "skipped", message=_clean("; ".join(f"known: {found.known}" for _, found in mine)))
+            ET.SubElement(
+                case, "skipped", message=_clean("; ".join(f"known: {found.known}" for _, found in mine))
+            )
         elif job.skipped and not job.cases:
             skipped += 1
             ET.SubElement(case, "skipped", message=_clean(job.skipped))
@@ -160,7 +164,9 @@ def junit_xml(result: Result) -> bytes:
         if digest in in_jobs or found.known:
             continue
         failures += 1
-        case = ET.SubElement(suite, "testcase", classname=f"fuzz.{found.campaign}", name=f"{found.law}-{digest}")
+        case = ET.SubElement(
+            suite, "testcase", classname=f"fuzz.{found.campaign}", name=f"{found.law}-{digest}"
+        )
         failure = ET.SubElement(case, "failure", message=_clean(found.kind))
         failure.text = _clean(finding_text(found, result.config.corpus))
     counts = {"tests": len(suite), "failures": failures, "errors": errors, "skipped": skipped}
@@ -174,7 +180,9 @@ def junit_xml(result: Result) -> bytes:
 
 def _clean(text: str) -> str:
     """Without the characters that XML cannot hold."""
-    return "".join(c if c in "\t\n" or 0x20 <= ord(c) < 0xD800 or 0xE000 <= ord(c) < 0xFFFE else "?" for c in text)
+    return "".join(
+        c if c in "\t\n" or 0x20 <= ord(c) < 0xD800 or 0xE000 <= ord(c) < 0xFFFE else "?" for c in text
+    )
 
 
 def markdown_summary(result: Result) -> str:
@@ -183,8 +191,8 @@ def markdown_summary(result: Result) -> str:
     lines = [
         f"# treeconv fuzz: {verdict_line(result)}",
         "",
-        f"Campaigns {', '.join(config.campaigns)} on {', '.join(config.backends) or 'no backend'} ({config.device}),"
-        f" seed {config.seed}, {config.workers} workers"
+        f"Campaigns {', '.join(config.campaigns)} on {', '.join(config.backends) or 'no backend'}"
+        f" ({config.device}), seed {config.seed}, {config.workers} workers"
         + (", **interrupted**" if result.interrupted else "")
         + ".",
         "",

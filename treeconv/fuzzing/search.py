@@ -48,16 +48,16 @@ def _law64(request: Request, node: int, kind: str) -> NDArray[np.float64]:
         return one_hot
     with np.errstate(over="ignore", under="ignore"):
         weights: NDArray[np.float64] = np.exp((row - row.max()) / request.temperature)
-    weights /= weights.sum()
-    return weights
+    law: NDArray[np.float64] = weights / weights.sum()
+    return law
 
 
 def aims(case: VerifyCase) -> dict[str, float]:
     """What a search climbs towards: coins near a boundary, deep walks, ties.
 
     Returns:
-        "nearest boundary": ``-log2`` of the least distance between a coin that is used and a boundary, at most
-        40; "depth": nodes on the deepest walk; "ties": tokens that share a row's largest mass. Over the first
+        "nearest boundary": ``-log2`` of the least distance between a coin that is used and a boundary, at
+        most 40; "depth": nodes on the deepest walk; "ties": tokens that share a row's largest mass. Over the first
         two requests; in float64, since nothing is judged by them.
     """
     nearest, depth, ties = 1.0, 0, 0
@@ -105,7 +105,13 @@ def explore(
 
         strategy: what is drawn.
 
-        campaign: what records name; ``subject``, ``meaning`` and ``backend`` likewise.
+        campaign: what records name.
+
+        subject: likewise.
+
+        meaning: likewise.
+
+        backend: likewise.
 
         session: the worker's.
 

@@ -7,9 +7,9 @@ Below a corpus directory::
     .fuzz/raw/                      cases that were found and are not shrunk yet
     .fuzz/...                       working sets of the campaigns: may be deleted
 
-A record is claimed with ``os.link``, which fails where the name is taken: of any number of workers that find the
-same thing at once, one wins. A worker that is killed while it shrinks leaves a record in state "raw", which the
-next campaign takes up.
+A record is claimed with ``os.link``, which fails where the name is taken: of any number of workers that
+find the same thing at once, one wins. A worker that is killed while it shrinks leaves a record in state
+"raw", which the next campaign takes up.
 """
 
 from __future__ import annotations
@@ -147,10 +147,14 @@ class Store:
         else:
             found, raw = replace(found, entry=raw), ""
         found = replace(found, state="done")
-        atomic_write(self._path(signature), _encode(found))
+        self.put(signature, found)
         if raw.startswith(".fuzz/raw/"):
             (self.corpus / raw).unlink(missing_ok=True)
         return found
+
+    def put(self, signature: Signature, found: Discovery) -> None:
+        """Write a record over the one that is there."""
+        atomic_write(self._path(signature), _encode(found))
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.corpus).as_posix()

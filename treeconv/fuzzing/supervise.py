@@ -1,7 +1,7 @@
 """The supervisor: starts the workers, watches them, and goes on where one dies or hangs.
 
-It calls no backend itself. Whatever is found is on the disk before anything else happens with it, so this process
-can be ended at any moment, too.
+It calls no backend itself. Whatever is found is on the disk before anything else happens with it, so this
+process can be ended at any moment, too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = ["JobResult", "Progress", "Result", "run_campaign"]
 _POLL = 0.1
 _GRACE = 8.0  # seconds that a worker gets beyond the deadline, to finish a call and leave
 _DEATHS = 3  # of one subject on one backend, after which it is dropped for the rest of the campaign
+_RESTARTS = 10  # of one worker at one job: it does not get anywhere
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,13 @@ class _Worker:
         self.flight = run / f"worker-{number}.flight"
         self.log = run / f"worker-{number}.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self.is_given_up = False
+        self._starts: dict[int, int] = {}
 
     def start(self, first: int, crash: str = "") -> None:
+        reset(self.flight)
+        self._starts[first] = self._starts.get(first, 0) + 1
+        self.is_given_up = self._starts[first] > _RESTARTS
         command = [
             sys.executable,
             "-m",
@@ -244,7 +250,7 @@ class _Campaign:
             worker.end()
             self._bury(worker, counters["job"], HANG)
             return False
-        if counters["done"]:
+        if counters["done"] or worker.is_given_up:
             return True
         self._bury(worker, counters["job"], how_it_ended(code))
         return False

@@ -1,10 +1,10 @@
-"""One worker process: runs its share of the jobs, records what they find, says where it is in its flight recorder.
+"""One worker process: runs its share of the jobs, records what they find, says where it is.
 
     python -m treeconv.fuzzing.worker RUN_DIRECTORY NUMBER FIRST_JOB [DIGEST]
 
-The supervisor writes RUN_DIRECTORY/config.json and reads the rest. A worker owns the jobs whose number leaves NUMBER
-when divided by the workers. DIGEST: a crash that the worker before died of; its case is made smaller first. When
-standard input ends the supervisor is gone, and so is the worker.
+The supervisor writes RUN_DIRECTORY/config.json and reads the rest. A worker owns the jobs whose number
+leaves NUMBER when divided by the workers. DIGEST: a crash that the worker before died of; its case is made
+smaller first. When standard input ends the supervisor is gone, and so is the worker.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def run_job(job: Job, session: Session) -> str | None:
 
 
 def _die_with_the_supervisor() -> None:
-    """Also where a backend holds the interpreter's lock for ever (Linux); elsewhere, as soon as it lets go."""
+    """Also where a backend holds the interpreter's lock for ever (Linux); elsewhere, when it lets go."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
