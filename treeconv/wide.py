@@ -168,7 +168,7 @@ def random_calls(
         # Some temperatures apart: else every tiny one is as good as greedy.
         is_scaled = (temperature > 1e-7) & (temperature < 0.5) & random.chance(0.6, count)
         rows *= torch.where(is_scaled, temperature, 1.0)[:, None, None]
-        favour = random.pick((0.0, 3.0, 6.0), count, 1) * torch.where(is_scaled, temperature, 1.0)[:, None]
+        favour = random.pick((0.0, 4.0, 8.0, 12.0), count, 1) * torch.where(is_scaled, temperature, 1.0)[:, None]
         rows = _favoured(rows, parents, batch.candidates, favour * random.uniform(count, N))
         rows = rows.to(_DTYPES[rows_dtype])
     else:
@@ -298,6 +298,7 @@ def _planted_coins(random: _Random, calls: WideCalls) -> Coins:
     B, N = calls.parents.shape
     accept, final = calls.coins.accept, calls.coins.final
     edges = (0.0, 1 - 2.0**-24, 1.0)
+    accept = torch.where(random.chance(0.3, B, 1), accept / 4, accept)  # for deep walks
     accept = torch.where(random.chance(0.03, B, N), random.pick(edges, B, N), accept)
     final = torch.where(random.chance(0.05, B), random.pick(edges, B), final)
     temperature = calls.temperature if calls.kind == "logits" else None
