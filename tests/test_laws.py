@@ -59,6 +59,7 @@ CASES = {
     "chains": VerifyCase((request(CHAIN, LOGITS),)),
     "batches": BATCH,
     "bad_rows": VerifyCase((request(TREE, BAD), request(CHAIN, LOGITS))),
+    "drawn": DYADIC,
     "filtered": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
     "filtered_roots": VerifyCase((request(DraftTree([-1], [0]), LAW),), kind="probs"),
     "filtered_small": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),

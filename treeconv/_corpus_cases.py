@@ -276,6 +276,20 @@ def _decode_filters(item: dict[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
+def _temperature(value: Any, where: str) -> float:
+    number = codec.decode_float(value, where)
+    if not 0 <= number < float("inf"):
+        raise CorpusError(f"{where}={value!r}, but must be finite and >= 0")
+    return number
+
+
+def _final_coin(value: Any, where: str) -> float:
+    number = codec.decode_float(value, where)
+    if not 0 <= number <= 1:
+        raise CorpusError(f"{where}={value!r}, but must be in [0, 1]")
+    return number
+
+
 def _optional_int(value: Any, where: str) -> int | None:
     return None if value is None else codec.decode_int(value, where)
 
@@ -297,7 +311,7 @@ def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
             **{name: codec.decode_ints(value[name], f"case.{name}", 2) for name in pointers},
             rows=codec.decode_floats(value["rows"], "case.rows", 3),
             temperature=tuple(
-                codec.decode_float(item, f"case.temperature[{i}]") for i, item in enumerate(temperature)
+                _temperature(item, f"case.temperature[{i}]") for i, item in enumerate(temperature)
             ),
             accept=codec.decode_floats(value["accept"], "case.accept", 2),
             final=codec.decode_floats(value["final"], "case.final", 1),
@@ -329,9 +343,9 @@ def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
             Request(
                 tree,
                 rows=codec.decode_floats(item["rows"], f"{where}.rows", 2),
-                temperature=codec.decode_float(item["temperature"], f"{where}.temperature"),
+                temperature=_temperature(item["temperature"], f"{where}.temperature"),
                 accept=codec.decode_floats(item["accept"], f"{where}.accept", 1),
-                final=codec.decode_float(item["final"], f"{where}.final"),
+                final=_final_coin(item["final"], f"{where}.final"),
                 **(_decode_filters(item, where) if schema >= 2 else {}),
                 draft_probs=None
                 if draft_probs is None

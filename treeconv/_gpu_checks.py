@@ -241,6 +241,11 @@ def graph_coins(backend: Backend, device: torch.device, rng: np.random.Generator
         raise Violation(0, "a coin outside [0, 1)", "coins in [0, 1)")
     if len(torch.unique(coins, dim=0)) < len(coins):
         raise Violation(0, "two replays drew the same coins", f"{len(coins)} different draws")
+    # One coin that stays while others change hides in the figures below. Four chance repeats: 1 in 10**17.
+    stayed = (coins[1:] == coins[:-1]).sum(dim=0)
+    if int(stayed.max()) > 3:
+        which = f"coin {int(stayed.argmax())} of {coins.shape[1]}"
+        raise Violation(0, f"{which} stayed what it was {int(stayed.max())} times", "a fresh one each replay")
     # Each of the three is within 6.5 standard deviations unless the coins are not fresh: 1 in 10**10.
     z = (coins.double() - 0.5) * 12**0.5
     count = z.numel()

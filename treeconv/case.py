@@ -235,6 +235,14 @@ class VerifyCase:
             depth_cap=self.effective_depth_cap,
         )
 
+    def as_logits(self) -> VerifyCase:
+        """The logarithms of a call's probabilities: the same law at T = 1, its zeros -inf."""
+        with np.errstate(divide="ignore"):
+            requests = [
+                replace(request, rows=np.log(request.rows), temperature=1.0) for request in self.requests
+            ]
+        return replace(self, requests=tuple(requests), kind="logits")
+
     def with_rows_dtype(self, dtype: str) -> VerifyCase:
         """The call with its logits rounded to another dtype: the case that a backend of that dtype sees."""
         rounded = [replace(request, rows=round_rows(request.rows, dtype)) for request in self.requests]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from treeconv import _filter_checks as filter_check
 from treeconv import _law_checks as check
+from treeconv import _rng_checks as rng_check
 from treeconv import _rule_checks as rule_check
 from treeconv._drive import as_probs
 from treeconv.judge import Violation, explain
@@ -73,6 +74,7 @@ class Law:
 
 
 _GIVEN: tuple[CoinUse, ...] = ("bucket", "own")  # coins are given, whatever is done with them
+_ANY: tuple[CoinUse, ...] = ("bucket", "own", "seeds", "generator")
 _DYADIC = (
     "dyadic",
     "dyadic_small",
@@ -212,6 +214,41 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "a visited row of NaN, +inf or only -inf is reported for its own request, and only there",
         check.bad_rows,
         "bad_rows",
+    ),
+    Law(
+        "sampled-law",
+        "over coins that are drawn, not given, each next token comes as often as the target's law says",
+        rng_check.sampled_law,
+        "drawn",
+        _ANY,
+    ),
+    Law(
+        "sampled-law-logits",
+        "the same from logits, at every temperature",
+        rng_check.sampled_law,
+        "logits",
+        _ANY,
+    ),
+    Law(
+        "fresh-coins",
+        "coins of other seeds, steps, calls and requests, and of one text, are drawn independently",
+        rng_check.fresh_coins,
+        "drawn",
+        _ANY,
+    ),
+    Law(
+        "seeded-text",
+        "a seed and a position fix a request's text, in any batch, at any place, under any padding",
+        rng_check.seeded_text,
+        "drawn",
+        _ANY,
+    ),
+    Law(
+        "ranks-agree",
+        "every rank draws the same coins from the same seed, and so commits the same tokens",
+        rng_check.ranks_agree,
+        "drawn",
+        _ANY,
     ),
     Law(
         "critical-cuts",
