@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a peer: its speculative sampling and its logits warpers, imported as installed.
+"""Hugging Face transformers as a peer: its speculative sampling and its logits warpers, as installed.
 
 Both draw with torch's generator. Here they get our coins instead: the module that holds the function sees a
 torch of which ``rand_like`` and ``multinomial`` are ours, so that every decision is a step function of known
@@ -66,7 +66,9 @@ class _CoinedTorch:
         return torch.tensor([[above[0] if above.size else np.flatnonzero(masses)[-1]]])
 
 
-def _output(paths: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], slots: int, cap: int) -> VerifyOutput:
+def _output(
+    paths: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], slots: int, cap: int
+) -> VerifyOutput:
     size = len(paths)
     accept_index = torch.full((size, cap), -1, dtype=torch.int32)
     counts = torch.tensor([len(path) - 1 for path in paths], dtype=torch.int32)
