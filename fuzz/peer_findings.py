@@ -107,7 +107,7 @@ PEER_LEDGER = Ledger(
             versions=_SEEN,
             summary="for the same reason masses are off by |logit| / T * 2**-24 where logits are large",
             source=f"{_WARPERS}, TemperatureLogitsWarper: scores / temperature",
-            sees="at T = .6 the second mass off by 8.5e-6 of itself with logits 300, 299; 2.7e-4 with 3000, 2999",
+            sees="at T = .6 a mass off by 8.5e-6 of itself with logits 300 and 299, 2.7e-4 at 3000 and 2999",
             case="regressions/critical-coins-logits-b41d6728ebbd.json",
         ),
     )

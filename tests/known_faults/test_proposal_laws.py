@@ -66,7 +66,7 @@ def outcomes(backend, rule, tree, p, q):
 
 
 def first_token(backend, p, q, drafted):
-    """The exact law of the first token; ``drafted``: what the child follows, ``q``: what is reported of it."""
+    """The exact law of the first token; ``drafted``: what the child follows, ``q``: what is reported."""
     law = [Fraction(0)] * len(p)
     for token, chance in enumerate(drafted):
         if chance:

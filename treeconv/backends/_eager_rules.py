@@ -17,8 +17,9 @@ def accept_by_ratio(
 ) -> tuple[int, torch.Tensor]:
     """Children in turn, each accepted iff ``coin * q < p``; waits for the device at each.
 
-    After a rejection the residual ``relu(p - q)`` takes the place of p (which stays where rounding left none of
-    it), and q is renormalised without that child's token. One child is the chain rule, several the recursive.
+    After a rejection the residual ``relu(p - q)`` takes the place of p (which stays where rounding left
+    none of it), and q is renormalised without that child's token. One child is the chain rule, several the
+    recursive.
 
     Args:
         p: ``[W]`` float32, the target's law, 0 behind the vocabulary.

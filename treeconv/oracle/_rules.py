@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from treeconv.rules import RuleName
     from treeconv.tree import DraftTree
 
-__all__ = ["Plan", "ChildTest", "draft_law", "plans"]
+__all__ = ["ChildTest", "Plan", "draft_law", "plans"]
 
 _EXACT_ROUNDING = Fraction(2**24 - 1, 2**24)
 _NOMINAL = 1e-5  # a draft law whose sum is this close to 1 may be divided by 1 - q instead of a sum
