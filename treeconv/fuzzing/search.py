@@ -40,7 +40,7 @@ def examples_in(round_number: int) -> int:
 
 
 def _law64(request: Request, node: int, kind: str) -> NDArray[np.float64]:
-    row = request.rows[node].astype(np.float64)
+    row: NDArray[np.float64] = request.rows[node].astype(np.float64)
     if kind == "probs":
         return row
     if request.temperature == 0 or not np.isfinite(row.max()):
@@ -48,7 +48,8 @@ def _law64(request: Request, node: int, kind: str) -> NDArray[np.float64]:
         return one_hot
     with np.errstate(over="ignore", under="ignore"):
         weights: NDArray[np.float64] = np.exp((row - row.max()) / request.temperature)
-    return np.divide(weights, weights.sum())
+    weights /= weights.sum()
+    return weights
 
 
 def aims(case: VerifyCase) -> dict[str, float]:
