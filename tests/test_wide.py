@@ -7,7 +7,7 @@ that the exact one admits, and never calls a request sure that is not. On dyadic
 import numpy as np
 import pytest
 import torch
-from quality.faults import FAULTS, Sampler
+from faults import FAULTS, Sampler
 
 from treeconv import oracle, to_draft_trees, to_verify_input
 from treeconv.backends.base import BackendTraits

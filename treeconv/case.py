@@ -10,6 +10,7 @@ import numpy as np
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
 from treeconv.filters import FILTER_ORDERS, Cuts, Filters
+from treeconv.rules import RATIO_RULES, RULES, Rule
 from treeconv.tree import Coins, DraftTree, as_float_array
 
 if TYPE_CHECKING:
@@ -19,16 +20,34 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.filters import FilterOrder
+    from treeconv.rules import RuleName
     from treeconv.tree import VerifyInput
 
-__all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase"]
+__all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase", "round_rows"]
 
 RowsKind = Literal["logits", "probs"]
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+def round_rows(rows: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    """Float32 rows that hold values of the dtype exactly; by truncation to bfloat16, none made infinite."""
+    if dtype == "bfloat16":
+        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    elif dtype == "float16":
+        most = np.float32(np.finfo(np.float16).max)
+        finite = np.where(np.isfinite(rows), rows.clip(-most, most), rows)
+        rows = finite.astype(np.float16).astype(np.float32)
+    return rows
+
+
 def _same_array(left: NDArray[Any], right: NDArray[Any]) -> bool:
     return left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+def _same_optional(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return _same_array(left, right)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +66,9 @@ class Request:
         final: float32 coin in [0, 1].
 
         top_k, top_p, min_p: its filters, as in :class:`~treeconv.filters.Cuts`; off by default.
+
+        draft_probs: ``[n, V]`` float32, the law that each node's children were sampled from, for a rule that
+            reads it; else None.
     """
 
     tree: DraftTree
@@ -57,6 +79,7 @@ class Request:
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
+    draft_probs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         rows = np.ascontiguousarray(as_float_array(self.rows), np.float32)
@@ -65,6 +88,13 @@ class Request:
             raise InvalidArgument(f"rows.shape={rows.shape}, but must be ({len(self.tree)}, V), V >= 1")
         if accept.shape != (len(self.tree),):
             raise InvalidArgument(f"accept.shape={accept.shape}, but must be ({len(self.tree)},)")
+        if self.draft_probs is not None:
+            draft_probs = np.ascontiguousarray(as_float_array(self.draft_probs), np.float32)
+            if draft_probs.shape != rows.shape:
+                raise InvalidArgument(
+                    f"draft_probs.shape={draft_probs.shape}, but must be {rows.shape}, as rows"
+                )
+            object.__setattr__(self, "draft_probs", draft_probs)
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "accept", accept)
         object.__setattr__(self, "temperature", float(self.temperature))
@@ -80,6 +110,7 @@ class Request:
             and (self.temperature, self.final) == (other.temperature, other.final)
             and self.cuts() == other.cuts()
             and _same_array(self.rows, other.rows)
+            and _same_optional(self.draft_probs, other.draft_probs)
             and _same_array(self.accept, other.accept)
         )
 
@@ -98,7 +129,7 @@ class Request:
 class CaseTensors:
     """A case as a backend takes it. Padding is filled with traps: rows of NaN, coins of 0.
 
-    ``filters`` is None where no request has one on.
+    ``filters`` is None where no request has one on, ``rule`` where it is the plain target-only one.
     """
 
     batch: VerifyInput
@@ -107,6 +138,7 @@ class CaseTensors:
     coins: Coins
     depth_cap: int
     filters: Filters | None = None
+    rule: Rule | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +158,9 @@ class VerifyCase:
             hold values of that dtype exactly.
 
         filter_order: "sequential" or "joint": what top-p measures after top-k, in every request.
+
+        rule: by which the call is verified, one of :data:`treeconv.rules.RULES`. ``chain`` and ``recursive``
+            need every request's ``draft_probs``, the others none; ``chain`` trees of one child a node.
     """
 
     requests: tuple[Request, ...]
@@ -134,6 +169,7 @@ class VerifyCase:
     depth_cap: int | None = None
     rows_dtype: str = "float32"
     filter_order: FilterOrder = "sequential"
+    rule: RuleName = "target_only"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "requests", tuple(self.requests))
@@ -148,6 +184,22 @@ class VerifyCase:
             raise InvalidArgument(f"rows_dtype={self.rows_dtype!r}, but must be one of {_DTYPES}")
         if self.filter_order not in FILTER_ORDERS:
             raise InvalidArgument(f"filter_order={self.filter_order!r}, but must be 'sequential' or 'joint'")
+        self._check_rule()
+
+    def _check_rule(self) -> None:
+        if self.rule not in RULES:
+            raise InvalidArgument(f"rule={self.rule!r}, but must be one of {', '.join(RULES)}")
+        for index, request in enumerate(self.requests):
+            if (request.draft_probs is None) == (self.rule in RATIO_RULES):
+                needs = "given" if self.rule in RATIO_RULES else "None"
+                raise InvalidArgument(
+                    f"requests[{index}].draft_probs must be {needs} with rule={self.rule!r}"
+                )
+            if self.rule == "chain" and any(len(children) > 1 for children in request.tree.children):
+                raise InvalidArgument(
+                    f"requests[{index}].tree has a node with two children, but must be a chain with"
+                    " rule='chain'"
+                )
 
     @property
     def vocab_size(self) -> int:
@@ -183,6 +235,19 @@ class VerifyCase:
             depth_cap=self.effective_depth_cap,
         )
 
+    def as_logits(self) -> VerifyCase:
+        """The logarithms of a call's probabilities: the same law at T = 1, its zeros -inf."""
+        with np.errstate(divide="ignore"):
+            requests = [
+                replace(request, rows=np.log(request.rows), temperature=1.0) for request in self.requests
+            ]
+        return replace(self, requests=tuple(requests), kind="logits")
+
+    def with_rows_dtype(self, dtype: str) -> VerifyCase:
+        """The call with its logits rounded to another dtype: the case that a backend of that dtype sees."""
+        rounded = [replace(request, rows=round_rows(request.rows, dtype)) for request in self.requests]
+        return replace(self, requests=tuple(rounded), rows_dtype=dtype)
+
     def tensors(self, device: torch.device | str = "cpu") -> CaseTensors:
         """The call's tensors on a device."""
         import torch  # noqa: PLC0415
@@ -205,4 +270,17 @@ class VerifyCase:
             coins=Coins(torch.from_numpy(accept).to(device), torch.from_numpy(final).to(device)),
             depth_cap=self.effective_depth_cap,
             filters=filters,
+            rule=self._rule_tensors(device),
         )
+
+    def _rule_tensors(self, device: torch.device | str) -> Rule | None:
+        import torch  # noqa: PLC0415
+
+        if self.rule == "target_only":
+            return None
+        if self.rule not in RATIO_RULES:
+            return Rule(self.rule)
+        draft_probs = np.full((len(self.requests), self.slots, self.vocab_size), np.nan, np.float32)
+        for index, request in enumerate(self.requests):
+            draft_probs[index, : len(request.tree)] = request.draft_probs
+        return Rule(self.rule, torch.from_numpy(draft_probs).to(device))

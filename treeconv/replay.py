@@ -198,7 +198,7 @@ def replay_trace(
 
     def check(case: VerifyCase, backend: Backend, device: str) -> int:
         subject = case.requests[0]
-        rows = target_rows(subject, case.kind, case.filter_order)
+        rows = target_rows(subject, case.kind, case.filter_order, case.rule)
         cap = case.effective_depth_cap
         own = (subject.accept.tolist(), subject.final)
         sweep = oracle.sweep_coins(subject.tree, rows, cap, max_final=4)

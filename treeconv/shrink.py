@@ -18,6 +18,8 @@ from treeconv.tree import DraftTree
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from treeconv.case import Request, VerifyCase
 
 __all__ = ["shrink"]
@@ -100,7 +102,10 @@ def _without(request: Request, gone: Sequence[int]) -> Request | None:
         tree = DraftTree(tuple(parents), tuple(request.tree.token_ids[node] for node in kept))
     except InvalidTree:
         return None
-    return replace(request, tree=tree, rows=request.rows[kept], accept=request.accept[kept])
+    draft_probs = None if request.draft_probs is None else request.draft_probs[kept]
+    return replace(
+        request, tree=tree, rows=request.rows[kept], accept=request.accept[kept], draft_probs=draft_probs
+    )
 
 
 def _fewer_tokens(case: VerifyCase) -> Iterator[VerifyCase]:
@@ -119,14 +124,20 @@ def _fewer_tokens(case: VerifyCase) -> Iterator[VerifyCase]:
 
 def _without_tokens(case: VerifyCase, gone: Sequence[int], kept: Sequence[int]) -> VerifyCase:
     """Ids close up. Probabilities keep their sum: what goes is added to the largest that stays."""
+
+    def folded(law: NDArray[np.float32]) -> NDArray[np.float32]:
+        less = law[:, kept]
+        less[np.arange(len(less)), less.argmax(axis=1)] += law[:, gone].sum(axis=1)
+        return less
+
     place = {old: new for new, old in enumerate(kept)}
     requests = []
     for request in case.requests:
-        rows = request.rows[:, kept]
-        if case.kind == "probs":
-            rows[np.arange(len(rows)), rows.argmax(axis=1)] += request.rows[:, gone].sum(axis=1)
+        rows = folded(request.rows) if case.kind == "probs" else request.rows[:, kept]
+        draft_probs = None if request.draft_probs is None else folded(request.draft_probs)
         names = tuple(place.get(token, 0) for token in request.tree.token_ids)
-        requests.append(replace(request, tree=DraftTree(request.tree.parents, names), rows=rows))
+        tree = DraftTree(request.tree.parents, names)
+        requests.append(replace(request, tree=tree, rows=rows, draft_probs=draft_probs))
     return replace(case, requests=tuple(requests))
 
 

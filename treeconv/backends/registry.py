@@ -11,6 +11,8 @@ from treeconv.errors import BackendUnavailable
 if TYPE_CHECKING:
     import torch
 
+    from treeconv.rules import RuleName
+
 __all__ = ["BACKENDS", "BY_NAME_ONLY", "available_backends", "choose_backend", "get_backend"]
 
 #: name -> "module:class"
@@ -85,19 +87,23 @@ def available_backends() -> dict[str, str | None]:
     return reasons
 
 
-def choose_backend(device: torch.device, *, takes_filters: bool = False) -> Backend:
+def choose_backend(
+    device: torch.device, *, takes_filters: bool = False, rule: RuleName = "target_only"
+) -> Backend:
     """What ``backend="auto"`` means: ``triton`` on a CUDA device where it can be imported, else ``eager``.
 
     Args:
         device: where the batch is.
 
         takes_filters: whether a filter is on: a backend that takes none is passed over.
+
+        rule: likewise, a backend that does not claim it.
     """
     if device.type == "cuda":
         try:
             triton = get_backend("triton")
         except BackendUnavailable:
             return get_backend("eager")
-        if triton.traits.takes_filters or not takes_filters:
+        if rule in triton.traits.rules and (triton.traits.takes_filters or not takes_filters):
             return triton
     return get_backend("eager")
