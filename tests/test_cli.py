@@ -285,7 +285,7 @@ def test_wrong_usage(capsys, arguments):
 def test_as_a_module_and_into_a_pipe_that_closes():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = f"{sys.executable} -m treeconv doctor | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         ["bash", "-c", command],  # noqa: S607
         capture_output=True,
         text=True,
