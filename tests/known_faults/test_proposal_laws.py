@@ -185,6 +185,10 @@ def test_b65_a_nan_draft_row_takes_nothing_from_p(rule, backend):
     nan = [float("nan")] * 3
     made = decide(backend, rule, star(0), tenths(0, 9.7, 0.3), nan, [[0.5, 0.5]], [0.5])
     assert made == [(0, [1])]
+    # One NaN among numbers: the others still take their part, so token 1 alone is left.
+    some = [0.5, float("nan"), 0.25]
+    made = decide(backend, rule, star(0), tenths(2.5, 5, 2.5), some, [[0.9, 0.9]] * 2, [0.0, 0.9])
+    assert made == [(0, [1])] * 2
 
 
 def test_b73_small_ratios_are_not_lost(backend):
