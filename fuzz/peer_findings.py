@@ -125,7 +125,9 @@ def _one(tokens: list[int], row: list[float], coin: float = 0.5, final: float = 
     if "draft_probs" in more:
         more["draft_probs"] = np.tile(np.array(more["draft_probs"], np.float32), (size, 1))
     values = {"temperature": 1.0, **more}
-    return Request(DraftTree.chain(tokens), rows, accept=np.full(size, coin, np.float32), final=final, **values)
+    return Request(
+        DraftTree.chain(tokens), rows, accept=np.full(size, coin, np.float32), final=final, **values
+    )
 
 
 def _entries() -> dict[str, CorpusEntry]:

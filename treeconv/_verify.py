@@ -32,6 +32,8 @@ def choose_coins(
     """What the backend's parameter ``coins`` gets: coins as given or drawn, or what it draws its own from."""
     import torch  # noqa: PLC0415
 
+    if not isinstance(generator, (torch.Generator, type(None))):
+        raise InvalidArgument(f"generator={generator!r}, but must be a torch.Generator or None")
     given = {"coins": coins, "generator": generator, "seeds": seeds}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:

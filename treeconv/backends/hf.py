@@ -66,7 +66,9 @@ class _CoinedTorch:
         return torch.tensor([[above[0] if above.size else np.flatnonzero(masses)[-1]]])
 
 
-def _output(paths: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], slots: int, cap: int) -> VerifyOutput:
+def _output(
+    paths: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], slots: int, cap: int
+) -> VerifyOutput:
     size = len(paths)
     accept_index = torch.full((size, cap), -1, dtype=torch.int32)
     counts = torch.tensor([len(path) - 1 for path in paths], dtype=torch.int32)

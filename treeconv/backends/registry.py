@@ -50,9 +50,11 @@ def get_backend(name: str | Backend) -> Backend:
         return _loaded[name]
     target = BACKENDS.get(name, name)
     module_name, _, attribute = target.partition(":")
-    if not attribute:
+    if not attribute or module_name.endswith(".py"):
+        module = module_name.removesuffix(".py").replace("/", ".")
+        hint = f" (did you mean {module}:{attribute or 'verify'}?)" if name not in BACKENDS else ""
         raise BackendUnavailable(
-            f"backend={name!r}, but must be one of {', '.join(BACKENDS)}, or module:callable for your own"
+            f"backend={name!r}, but must be one of {', '.join(BACKENDS)}, or module:callable for your own{hint}"
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
@@ -62,11 +64,14 @@ def get_backend(name: str | Backend) -> Backend:
         raise BackendUnavailable(f"backend={name!r}: module {module_name} has no {attribute}") from None
     except Exception as error:  # a stranger's module may raise anything while it is imported
         raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
+    made = "is"
     if isinstance(found, type) or (not isinstance(found, Backend) and _is_factory(found)):
-        found = found()
+        made, found = "takes no arguments, so it was called, and returned", found()
     if not isinstance(found, Backend) and not callable(found):
         raise BackendUnavailable(
-            f"backend={name!r} is a {type(found).__name__}, but must be a backend or a function"
+            f"backend={name!r} {made} a {type(found).__name__}, but must be a backend, what makes one, or a"
+            " function of (batch, target_probs, coins, depth_cap) or (batch, logits, temperature, coins,"
+            " depth_cap)"
         )
     _loaded[name] = found if isinstance(found, Backend) else FunctionBackend(found, name)
     return _loaded[name]
