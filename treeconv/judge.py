@@ -204,8 +204,9 @@ def _deciding_number(
             return f"node {node}: no child may be accepted here (accept slots: {depth_cap})"
         if len(got.path) == shared and not rows[node].bonus(tested).may_have_mass:
             return (
-                f"node {node}: its children hold all the mass there is. Where rounding, or a coin of 1, rejects"
-                f" every one (coin {coin!r}), nothing is left to draw: the last child with mass is accepted"
+                f"node {node}: its children hold all the mass there is. Where rounding, or a coin of 1,"
+                f" rejects every one (coin {coin!r}), nothing is left to draw: the last child with mass is"
+                " accepted"
             )
     else:
         coin, what = final, "final coin"

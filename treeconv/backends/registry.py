@@ -52,9 +52,9 @@ def get_backend(name: str | Backend) -> Backend:
     module_name, _, attribute = target.partition(":")
     if not attribute or module_name.endswith(".py"):
         module = module_name.removesuffix(".py").replace("/", ".")
-        hint = f" (did you mean {module}:{attribute or 'verify'}?)" if name not in BACKENDS else ""
         raise BackendUnavailable(
-            f"backend={name!r}, but must be one of {', '.join(BACKENDS)}, or module:callable for your own{hint}"
+            f"backend={name!r}, but must be one of {', '.join(BACKENDS)}, or module:callable for your own (did"
+            f" you mean {module}:{attribute or 'verify'}?)"
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
