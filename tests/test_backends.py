@@ -74,7 +74,9 @@ def test_claims():
     assert get_backend("reference").traits == BackendTraits(
         devices=("cpu",), takes_filters=True, rules=RULES, takes_thresholds=True
     )
-    assert get_backend("eager").traits == BackendTraits(takes_filters=True)
+    assert get_backend("eager").traits == BackendTraits(
+        takes_filters=True, rules=RULES, takes_thresholds=True
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -63,7 +63,10 @@ def _backend(
 ) -> Backend:
     if isinstance(backend, str) and backend == "auto":
         name = "target_only" if rule is None else rule.name
-        chosen = choose_backend(device, takes_filters=filters is not None, rule=name)
+        is_lossy = rule is not None and rule.is_lossy
+        chosen = choose_backend(
+            device, takes_filters=filters is not None, rule=name, takes_thresholds=is_lossy
+        )
     else:
         chosen = get_backend(backend)
     if device.type not in chosen.traits.devices:

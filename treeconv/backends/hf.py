@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a peer: its speculative sampling and its logits warpers, imported as installed.
+"""Hugging Face transformers as a peer: its speculative sampling and its logits warpers, as installed.
 
 Both draw with torch's generator. Here they get our coins instead: the module that holds the function sees a
 torch of which ``rand_like`` and ``multinomial`` are ours, so that every decision is a step function of known

@@ -95,7 +95,11 @@ def available_backends() -> dict[str, str | None]:
 
 
 def choose_backend(
-    device: torch.device, *, takes_filters: bool = False, rule: RuleName = "target_only"
+    device: torch.device,
+    *,
+    takes_filters: bool = False,
+    rule: RuleName = "target_only",
+    takes_thresholds: bool = False,
 ) -> Backend:
     """What ``backend="auto"`` means: ``triton`` on a CUDA device where it can be imported, else ``eager``.
 
@@ -105,12 +109,18 @@ def choose_backend(
         takes_filters: whether a filter is on: a backend that takes none is passed over.
 
         rule: likewise, a backend that does not claim it.
+
+        takes_thresholds: likewise, whether an acceptance threshold is below 1.
     """
     if device.type == "cuda":
         try:
             triton = get_backend("triton")
         except BackendUnavailable:
             return get_backend("eager")
-        if rule in triton.traits.rules and (triton.traits.takes_filters or not takes_filters):
+        traits = triton.traits
+        lacks = (takes_filters and not traits.takes_filters) or (
+            takes_thresholds and not traits.takes_thresholds
+        )
+        if rule in traits.rules and not lacks:
             return triton
     return get_backend("eager")
