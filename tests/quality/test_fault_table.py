@@ -1,4 +1,4 @@
-"""Contract: docs/faults.md is what its measurements say, of the faults that there are; all of them were killed."""
+"""Contract: docs/faults.md is what was measured, of the faults that there are; all of them were killed."""
 
 import importlib.util
 import json

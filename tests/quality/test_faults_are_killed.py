@@ -5,11 +5,13 @@ One seed here; ``ci/fault_table.py`` runs twenty, and its table is held to name 
 """
 
 import pytest
-from faults import Sampler
 from registry import KINDS, LAWS, all_faults, hunt
 
+from treeconv.corpus import load_entry
+from treeconv.errors import LawBroken
 from treeconv.gpu_laws import GPU_LAWS
-from treeconv.laws import BACKEND_LAWS, why_not
+from treeconv.laws import BACKEND_LAWS
+from treeconv.replay import replay_entry
 from treeconv.suite import failure_text
 from treeconv.tree_laws import TREE_LAWS
 
@@ -57,7 +59,8 @@ def test_fault_is_killed_and_the_failure_says_how(fault, tmp_path):
     assert said["got"]
     assert said["want"]
     assert said["got"] != said["want"]
-    assert "flaky" not in said
+    # What keeps state, or looks at more than its inputs, may decide the same case rightly when asked again.
+    assert "flaky" not in said or fault.kind in ("K5", "K10")
     if LAWS[law] in GPU_LAWS:  # thousands of trees: a seed replays them, and none is drawn
         assert f"gpu_law_named({law!r}).run(" in said["replay"]
         return
@@ -65,9 +68,16 @@ def test_fault_is_killed_and_the_failure_says_how(fault, tmp_path):
     assert said["case"]
     assert said[""][0].startswith("node 0: token ")
     assert len(said[""]) <= 4 * MOST_NODES
-    named = "" if LAWS[law] in TREE_LAWS else f" --backend {fault.name}"
-    assert said["replay"] == f"treeconv replay {next(tmp_path.iterdir())}{named}"
-    assert LAWS[law] in TREE_LAWS or said["backend"] == fault.name
+    is_tree_law = LAWS[law] in TREE_LAWS
+    path = next(tmp_path.iterdir())
+    assert said["replay"] == f"treeconv replay {path}" + ("" if is_tree_law else f" --backend {fault.name}")
+    assert is_tree_law or said["backend"] == fault.name
+    if not is_tree_law and LAWS[law].cases.startswith("filtered"):
+        assert any(name in said["case"] for name in ("top_k ", "top_p ", "min_p "))
+    if "flaky" in said:
+        return
+    with fault.planted() as backend, pytest.raises(LawBroken, match=f"law broken: {law}\n"):
+        replay_entry(load_entry(path), backend)
 
 
 @pytest.mark.parametrize(("fault", "law"), ALSO)
@@ -90,15 +100,3 @@ def test_every_law_kills_one():
         if getattr(law, "rule", "target_only") == "target_only"
     }
     assert ours - {"most-accepted"} <= named <= set(LAWS)
-
-
-LAWS_OF_SAMPLER = [law for law in BACKEND_LAWS if why_not(law, Sampler()) is None]
-
-
-@pytest.mark.parametrize("law", LAWS_OF_SAMPLER, ids=lambda law: law.name)
-def test_right_sampler_is_not_flagged(law):
-    from treeconv.suite import check_law  # noqa: PLC0415
-
-    outcome = check_law(law, Sampler(), max_examples=50, seed=1)
-    assert not outcome.broken, str(outcome.broken)
-    assert outcome.decisions
