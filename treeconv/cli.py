@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "Judge a saved case again. Prints the failure, or `kept`. Exit code 1 if its law is broken.",
     )
     replay.add_argument(
-        "file", type=Path, help="a .json case or a .trace, as found in corpus/ and .treeconv/"
+        "file", type=Path, help="a .json case, .trace or .input, as found in corpus/ and .treeconv/"
     )
     _add_backend(replay, "default: the one it was found on, else every one that can run")
     convert = command(
@@ -268,6 +268,8 @@ def _replay(options: argparse.Namespace) -> int:
     from treeconv.replay import law_of, replay_entry, replay_trace, why_not_judged  # noqa: PLC0415
     from treeconv.tree_laws import TreeLaw  # noqa: PLC0415
 
+    if options.file.suffix == ".input":
+        return _replay_input(options.file)
     warnings.simplefilter("ignore")
     device = suite.check_device(options.device)
     found_on: list[str] = []
@@ -310,6 +312,19 @@ def _replay(options: argparse.Namespace) -> int:
     if not judged:
         raise InvalidArgument(f"{options.file}: nothing was judged")
     return 1 if broken else 0
+
+
+def _replay_input(path: Path) -> int:
+    from treeconv.fuzzing.parsers import load_input  # noqa: PLC0415
+
+    parser, value = load_input(path)
+    try:
+        parser.run(value)
+    except LawBroken as error:
+        _say(f"{error}\n  replay:   treeconv replay {path}")
+        return 1
+    _say(f"kept: {parser.name}")
+    return 0
 
 
 # --- convert ------------------------------------------------------------------------------------------
