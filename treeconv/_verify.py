@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from treeconv import _validate
+from treeconv import _validate, _validate_processors
 from treeconv.backends.registry import choose_backend, get_backend
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from treeconv.backends.base import Backend
     from treeconv.filters import FilterOrder, Filters
+    from treeconv.processors import Processors
 
 __all__ = ["verify", "verify_probs"]
 
@@ -32,9 +33,15 @@ def _coins(coins: Coins | None, generator: torch.Generator | None, batch: Verify
     return Coins(accept=draws[:, 1:].contiguous(), final=draws[:, 0].contiguous())
 
 
-def _backend(backend: str | Backend, device: torch.device, filters: Filters | None) -> Backend:
+def _backend(
+    backend: str | Backend,
+    device: torch.device,
+    filters: Filters | None,
+    processors: Processors | None = None,
+) -> Backend:
     if isinstance(backend, str) and backend == "auto":
-        chosen = choose_backend(device, takes_filters=filters is not None)
+        kinds = processors.kinds if processors else ()
+        chosen = choose_backend(device, takes_filters=filters is not None, takes_processors=kinds)
     else:
         chosen = get_backend(backend)
     if device.type not in chosen.traits.devices:
@@ -56,6 +63,19 @@ def _filters(filters: Filters | None, backend: Backend) -> dict[str, Any]:
     return {"filters": filters}
 
 
+def _processors(processors: Processors | None, backend: Backend) -> dict[str, Any]:
+    """Likewise."""
+    if processors is None:
+        return {}
+    missing = processors.kinds - set(backend.traits.takes_processors)
+    if missing:
+        raise BackendUnavailable(
+            f"backend={backend.name!r} takes no {' or '.join(sorted(missing))}: among the processors it takes"
+            f" {', '.join(backend.traits.takes_processors) or 'none'}"
+        )
+    return {"processors": processors}
+
+
 def verify(
     batch: VerifyInput,
     logits: Any,
@@ -69,6 +89,12 @@ def verify(
     top_p: Any = None,
     min_p: Any = None,
     filter_order: FilterOrder = "sequential",
+    logit_bias: Any = None,
+    token_bitmask: Any = None,
+    repetition_penalty: Any = None,
+    frequency_penalty: Any = None,
+    presence_penalty: Any = None,
+    committed_tokens: Any = None,
 ) -> VerifyOutput:
     """Verify a batch of draft trees against the target's logits, losslessly at every temperature.
 
@@ -107,24 +133,54 @@ def verify(
         filter_order: "sequential": top-p measures the law renormalised after top-k (HF, vLLM, SGLang's
             verifier); "joint": the law after temperature (SGLang's plain sampler).
 
+        logit_bias: ``[B, V]`` float32, added to each request's visited rows after the penalties; -inf forbids.
+
+        token_bitmask: ``[B, N, ceil(V / 32)]`` int32 (xgrammar's layout): bit ``t % 32`` of word ``t // 32``
+            is set where token ``t`` may follow node ``i``. See :func:`treeconv.grammar.fill_token_bitmask`.
+
+        repetition_penalty: > 0, or one per request; None and 1 are off. Applied to tokens seen before, as
+            :mod:`treeconv.processors` defines, in float32 and before everything else.
+
+        frequency_penalty: finite, or one per request; None and 0 are off. What a node has seen is what is
+            in ``committed_tokens``, and the path from the root to it: each occurrence once.
+
+        presence_penalty: likewise.
+
+        committed_tokens: the ids *before* each root (its own token is counted from the tree), that penalties
+            are about: a list of ids per request, or ``[B, L]`` int64 with -1 in padding. Default: none.
+
     Returns:
         A :class:`VerifyOutput`. A request that *visits* a row of NaN, +inf or only -inf emits nothing and
-        says so in ``status``; the others do not notice.
+        says so in ``status``; the others do not notice. What counts is the row after the processors: one
+        whose tokens are all forbidden is EMPTY.
 
     Raises:
         InvalidArgument: a shape, dtype, device or value that breaks the rules above; the message names it.
         InvalidTree: pointers that are no tree (checked on the CPU).
-        BackendUnavailable: an unknown backend, one that cannot run here, or one that takes no filters.
+        BackendUnavailable: an unknown backend, one that cannot run here, or one that takes no filters, or
+            not these processors.
     """
     _validate.check_verify_input(batch)
     rows = _validate.check_rows(logits, "logits", batch, _LOGITS)
     _validate.check_tokens(batch, rows.shape[2])
     temperatures = _validate.check_temperature(temperature, batch)
     filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
-    chosen = _backend(backend, batch.device, filters)
+    processors = _validate_processors.check_processors(
+        batch,
+        rows.shape[2],
+        logit_bias,
+        token_bitmask,
+        {
+            "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+        },
+        committed_tokens,
+    )
+    chosen = _backend(backend, batch.device, filters, processors)
     if not chosen.traits.takes_logits:
         raise BackendUnavailable(f"backend={chosen.name!r} takes probabilities only: use verify_probs")
-    more = _filters(filters, chosen)
+    more = _filters(filters, chosen) | _processors(processors, chosen)
     cap = _validate.check_depth_cap(depth_cap, batch)
     return chosen.verify(batch, rows, temperatures, _coins(coins, generator, batch), cap, **more)
 
@@ -150,8 +206,8 @@ def verify_probs(
     Args:
         batch: the converted trees, ``[B, N]``.
 
-        target_probs: ``[B, N, V]`` float32 on the batch's device, >= 0: after temperature, and after
-            filters unless they are given here. Never written to.
+        target_probs: ``[B, N, V]`` float32 on the batch's device, >= 0: after processors and temperature, and
+            after filters unless they are given here. Never written to.
 
         coins: as for :func:`verify`.
 

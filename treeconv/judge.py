@@ -72,8 +72,11 @@ class Violation(Exception):
 
 
 def target_rows(request: Request, kind: str, filter_order: FilterOrder = "sequential") -> TargetRows:
-    """The oracle's view of a request's rows, its filters applied in the case's ``filter_order``."""
+    """The oracle's view of a request's rows: processors, then filters in the case's ``filter_order``."""
     cuts = request.cuts(filter_order)
+    held = request.processors
+    if held.kinds:
+        return oracle.TargetRows.from_processed(request.rows, request.tree, held, request.temperature, cuts)
     if kind == "probs":
         return oracle.TargetRows.from_probs(request.rows, cuts)
     return oracle.TargetRows.from_logits(request.rows, request.temperature, cuts)
@@ -266,6 +269,8 @@ def explain(
     temperature = "" if case.kind == "probs" else f", temperature {request.temperature!r}"
     cuts = request.cuts(case.filter_order)
     filters = f", {cuts}" if cuts.are_on(case.vocab_size) else ""
+    if request.processors.kinds:
+        filters = f", {request.processors}{filters}"
     summary = (
         f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"
         f" {case.rows_dtype}{temperature}{filters}, {case.effective_depth_cap} accept slots,"

@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
+from treeconv._processor_strategies import processors_for, seeded_processors
 from treeconv.case import Request, VerifyCase
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
 from treeconv.filters import FILTER_ORDERS
+from treeconv.processors import PROCESSORS
 from treeconv.tree import DraftTree, VerifyInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from hypothesis.strategies import DrawFn, SearchStrategy
     from numpy.typing import NDArray
+
+    from treeconv.processors import ProcessorKind
 
 __all__ = [
     "cases_for",
@@ -32,6 +36,7 @@ __all__ = [
     "draft_trees",
     "dyadic_rows",
     "filters_for",
+    "processors_for",
     "target_logits",
     "temperatures",
     "tree_batches",
@@ -338,6 +343,8 @@ def verify_cases(
     shapes: Sequence[str] = tuple(_SHAPES),
     allow_depth_cap: bool = True,
     allow_filters: bool = False,
+    processors: Collection[ProcessorKind] = (),
+    allow_empty: bool = False,
     rows_dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
 ) -> VerifyCase:
     """Whole verification calls: trees, rows, temperatures and coins.
@@ -348,8 +355,11 @@ def verify_cases(
     * ``max_bits``: dyadic masses are multiples of ``2**-max_bits``.
     * ``allow_depth_cap``: whether some calls cap the accepted path below the tree's depth.
     * ``allow_filters``: whether most requests carry top-k, top-p or min-p, in one of the two orders.
+    * ``processors``: those that most requests carry, of logits only.
+    * ``allow_empty``: whether they may forbid every token after a node.
 
-    Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5, no filters.
+    Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5, no filters,
+    no processors.
     """
     _check_bounds("requests", min_requests, max_requests, 1)
     _check_bounds("vocab", min_vocab, max_vocab, 1)
@@ -370,7 +380,13 @@ def verify_cases(
             min_bits = min(2, max_bits) if allow_filters else 1  # a filter wants something to cut
             rows = draw(dyadic_rows(len(tree), vocab, min_bits=min_bits, max_bits=max_bits))
             temperature = 1.0
-        filters = draw(filters_for(rows, temperature if kind == "logits" else None)) if allow_filters else {}
+        filters: dict[str, Any] = {}
+        if allow_filters:
+            filters = draw(filters_for(rows, temperature if kind == "logits" else None))
+        if processors:
+            held = processors_for(tree, rows, processors, allow_empty=allow_empty)
+            filters["processors"] = draw(held)
+            rows = _rounded(rows, dtype)
         request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
         requests.append(request)
     cap = None
@@ -399,12 +415,14 @@ def _bad_row_cases(draw: DrawFn) -> VerifyCase:
 
 
 @st.composite
-def _wide_cases(draw: DrawFn, *, allow_filters: bool = False) -> VerifyCase:
+def _wide_cases(
+    draw: DrawFn, *, allow_filters: bool = False, processors: Collection[ProcessorKind] = ()
+) -> VerifyCase:
     """Trees of up to 70 nodes (siblings beyond a warp) over vocabularies beyond any block size.
 
     The rows come from one drawn seed: thousands of drawn numbers would be slow, and shrink no better.
     """
-    vocab = draw(st.sampled_from([16, 257, 1031, 4099]), label="vocab")
+    vocab = draw(st.sampled_from([16, 257, 1031, 4099, *([33, 64] if processors else [])]), label="vocab")
     tree = draw(draft_trees(max_nodes=70, vocab_size=vocab, shapes=["star", "chain", "random", "best-first"]))
     rng = np.random.default_rng(draw(st.integers(0, 2**16), label="rows"))
     peakedness = draw(st.sampled_from([1.0, 3.0, 8.0]), label="peakedness")
@@ -413,6 +431,8 @@ def _wide_cases(draw: DrawFn, *, allow_filters: bool = False) -> VerifyCase:
         rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
     temperature = draw(temperatures(), label="temperature")
     filters = draw(filters_for(rows, temperature)) if allow_filters else {}
+    if processors:
+        filters["processors"] = seeded_processors(rng, tree, vocab, processors)
     order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else FILTER_ORDERS[0]
     request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
     return VerifyCase(requests=(request,), filter_order=order)
@@ -430,8 +450,12 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
 
     * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows, wide;
       with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
-      filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters.
+      filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters; with processors:
+      masked (bias and bitmask), masked_batches, masked_wide, forbidden_rows (all tokens after some nodes);
+      penalised (all three), penalised_batches, penalised_wide; processed_filtered.
     """
+    masks: dict[str, Any] = {"max_nodes": 6, "min_vocab": 2, "processors": ("bias", "bitmask")}
+    penalties: dict[str, Any] = {**masks, "processors": PROCESSORS}
     filtered: dict[str, Any] = {"max_nodes": 5, "min_vocab": 2, "allow_filters": True}
     strategies: dict[str, Any] = {
         "logits": lambda: verify_cases(max_requests=2),
@@ -449,6 +473,14 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "filtered_logits": lambda: verify_cases(max_requests=2, **filtered),
         "filtered_batches": lambda: verify_cases(min_requests=2, max_requests=4, **filtered),
         "filtered_wide": lambda: _wide_cases(allow_filters=True),
+        "masked": lambda: verify_cases(max_requests=2, **masks),
+        "masked_batches": lambda: verify_cases(min_requests=2, max_requests=4, **masks),
+        "masked_wide": lambda: _wide_cases(processors=("bias", "bitmask")),
+        "forbidden_rows": lambda: verify_cases(max_requests=3, **masks, allow_empty=True),
+        "penalised": lambda: verify_cases(max_requests=2, **penalties),
+        "penalised_batches": lambda: verify_cases(min_requests=2, max_requests=4, **penalties),
+        "penalised_wide": lambda: _wide_cases(processors=PROCESSORS),
+        "processed_filtered": lambda: verify_cases(**penalties, allow_filters=True),
     }
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")

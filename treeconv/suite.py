@@ -266,7 +266,8 @@ def _without(request: Request, gone: Sequence[int]) -> Request | None:
         tree = DraftTree(tuple(parents), tuple(request.tree.token_ids[node] for node in kept))
     except InvalidTree:
         return None
-    return replace(request, tree=tree, rows=request.rows[kept], accept=request.accept[kept])
+    held = request.processors.at_nodes(kept)
+    return replace(request, tree=tree, rows=request.rows[kept], accept=request.accept[kept], processors=held)
 
 
 def save_failure(error: LawBroken, directory: Path = FAILURES) -> Path | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.processors import PROCESSORS
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from treeconv.filters import Filters
+    from treeconv.processors import ProcessorKind, Processors
 
 __all__ = ["Backend", "BackendTraits", "FunctionBackend"]
 
@@ -40,6 +42,8 @@ class BackendTraits:
             only where asked for by name.
 
         takes_filters: both interfaces take ``filters`` (top-k, top-p and min-p).
+
+        takes_processors: which of "bias", "bitmask" and "penalties" ``verify`` takes in ``processors``.
     """
 
     takes_logits: bool = True
@@ -50,6 +54,7 @@ class BackendTraits:
     rows_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     is_interpreted: bool = False
     takes_filters: bool = False
+    takes_processors: tuple[ProcessorKind, ...] = ()
 
 
 @runtime_checkable
@@ -62,6 +67,9 @@ class Backend(Protocol):
     ``filters`` is handed over only where some request may have one on, and only to a backend whose traits
     claim ``takes_filters``: one that does not may leave the parameter out. A request whose own filters are
     all off (:meth:`Cuts.are_on`) is decided as if there were none.
+
+    ``processors`` likewise, and only to ``verify``: handed over only where some request may have one on,
+    and only the kinds that the traits claim in ``takes_processors``.
     """
 
     name: str
@@ -75,6 +83,7 @@ class Backend(Protocol):
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        processors: Processors | None = None,
     ) -> VerifyOutput:
         """Verify from ``logits [B, N, V]``."""
 
@@ -94,7 +103,9 @@ class FunctionBackend:
 
     ``f(batch, target_probs, coins, depth_cap)`` takes probabilities, and
     ``f(batch, logits, temperature, coins, depth_cap)`` logits; one that has a further parameter ``filters``
-    is judged on filtered laws too (it gets None where there are none). Both return a
+    is judged on filtered laws too (it gets None where there are none), and one of logits that has
+    ``processors`` on processed ones (on those in its attribute ``takes_processors``, by default all). Both
+    return a
     :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
     ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true.
 
@@ -119,6 +130,11 @@ class FunctionBackend:
             reports_status=bool(getattr(function, "reports_status", False)),
             devices=tuple(getattr(function, "devices", ("cpu", "cuda"))),
             takes_filters="filters" in parameters,
+            takes_processors=(
+                tuple(getattr(function, "takes_processors", PROCESSORS))
+                if "processors" in parameters and takes_logits
+                else ()
+            ),
         )
 
     def _output(self, result: Any) -> VerifyOutput:
@@ -143,8 +159,12 @@ class FunctionBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        processors: Processors | None = None,
     ) -> VerifyOutput:
         """Call the function with logits."""
+        more = self._more(filters)
+        if self.traits.takes_processors:
+            more["processors"] = processors
         return self._output(
             self._function(
                 batch=batch,
@@ -152,7 +172,7 @@ class FunctionBackend:
                 temperature=temperature,
                 coins=coins,
                 depth_cap=depth_cap,
-                **self._more(filters),
+                **more,
             )
         )
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from treeconv.backends.base import BackendTraits
 from treeconv.filters import Cuts
-from treeconv.sampling import filtered_probs, row_status, target_probs
+from treeconv.processors import PENALTIES, PROCESSORS
+from treeconv.sampling import filtered_probs, processed_logits, row_status, target_probs
 from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput, as_float_array
 
 if TYPE_CHECKING:
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.filters import Filters
+    from treeconv.processors import Processors
 
-    # Gives the law at a node of one request, or why there is none.
-    Law = Callable[[int], tuple[RowStatus, NDArray[np.float32]]]
+    # Gives the law at the end of a path of one request, or why there is none.
+    Law = Callable[[list[int]], tuple[RowStatus, NDArray[np.float32]]]
 
 __all__ = ["ReferenceBackend"]
 
@@ -61,7 +63,7 @@ def walk_request(
     path = [0]
     while True:
         node = path[-1]
-        status, p = law(node)
+        status, p = law(path)
         if status is not RowStatus.OK:
             return [], -1, status
         residual = p.copy()
@@ -86,11 +88,31 @@ def walk_request(
         path.append(accepted)
 
 
+def _processed(
+    row: NDArray[np.float32], processors: Processors, request: int, path: list[int], batch: VerifyInput
+) -> NDArray[np.float32]:
+    """The row at the end of a path after its request's processors."""
+    penalties = processors.penalties
+    seen, values = [], {}
+    if penalties is not None:
+        committed = penalties.committed_tokens[request]
+        seen = [*committed[committed >= 0].tolist(), *batch.candidates[request, path].tolist()]
+        values = {name: getattr(penalties, name)[request].item() for name in PENALTIES}
+    bias, mask = processors.logit_bias, processors.token_bitmask
+    return processed_logits(
+        row,
+        seen,
+        **values,
+        logit_bias=None if bias is None else bias[request].numpy(),
+        token_bitmask=None if mask is None else mask[request, path[-1]].numpy(),
+    )
+
+
 class ReferenceBackend:
     """Readable NumPy float32; CPU tensors only."""
 
     name = "reference"
-    traits = BackendTraits(devices=("cpu",), takes_filters=True)
+    traits = BackendTraits(devices=("cpu",), takes_filters=True, takes_processors=PROCESSORS)
 
     def verify(
         self,
@@ -100,13 +122,16 @@ class ReferenceBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        processors: Processors | None = None,
     ) -> VerifyOutput:
-        """Softmax each visited row at its request's temperature, filter it, then walk."""
+        """Process each visited row, softmax it at its request's temperature, filter it, then walk."""
         temperatures = temperature.tolist()
         cuts = filters.cuts() if filters else [Cuts()] * batch.batch_size
 
-        def law(request: int, node: int) -> tuple[RowStatus, NDArray[np.float32]]:
-            row = as_float_array(logits[request, node]).astype(np.float32)
+        def law(request: int, path: list[int]) -> tuple[RowStatus, NDArray[np.float32]]:
+            row = as_float_array(logits[request, path[-1]]).astype(np.float32)
+            if processors is not None:
+                row = _processed(row, processors, request, path, batch)
             status = row_status(row)
             if status is not RowStatus.OK:
                 return status, row
@@ -125,8 +150,8 @@ class ReferenceBackend:
         """Walk on the probabilities as they are, or filtered."""
         cuts = filters.cuts() if filters else [Cuts()] * batch.batch_size
 
-        def law(request: int, node: int) -> tuple[RowStatus, NDArray[np.float32]]:
-            row = as_float_array(target_probs[request, node]).astype(np.float32)
+        def law(request: int, path: list[int]) -> tuple[RowStatus, NDArray[np.float32]]:
+            row = as_float_array(target_probs[request, path[-1]]).astype(np.float32)
             status = row_status(row, is_probs=True)
             return status, filtered_probs(row, cuts[request]) if status is RowStatus.OK else row
 
@@ -135,7 +160,7 @@ class ReferenceBackend:
     def _run(
         self,
         batch: VerifyInput,
-        law: Callable[[int, int], tuple[RowStatus, NDArray[np.float32]]],
+        law: Callable[[int, list[int]], tuple[RowStatus, NDArray[np.float32]]],
         coins: Coins,
         depth_cap: int,
     ) -> VerifyOutput:
@@ -151,7 +176,7 @@ class ReferenceBackend:
         statuses = np.zeros(size, np.int32)
         for request in range(size):
             path, bonus, status = walk_request(
-                lambda node, request=request: law(request, node),  # type: ignore[misc]
+                lambda path, request=request: law(request, path),  # type: ignore[misc]
                 tokens[request],
                 first[request],
                 sibling[request],

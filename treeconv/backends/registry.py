@@ -9,6 +9,8 @@ from treeconv.backends.base import Backend, FunctionBackend
 from treeconv.errors import BackendUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
 __all__ = ["BACKENDS", "BY_NAME_ONLY", "available_backends", "choose_backend", "get_backend"]
@@ -85,19 +87,24 @@ def available_backends() -> dict[str, str | None]:
     return reasons
 
 
-def choose_backend(device: torch.device, *, takes_filters: bool = False) -> Backend:
+def choose_backend(
+    device: torch.device, *, takes_filters: bool = False, takes_processors: Collection[str] = ()
+) -> Backend:
     """What ``backend="auto"`` means: ``triton`` on a CUDA device where it can be imported, else ``eager``.
 
     Args:
         device: where the batch is.
 
         takes_filters: whether a filter is on: a backend that takes none is passed over.
+
+        takes_processors: the processors that are on, likewise.
     """
     if device.type == "cuda":
         try:
             triton = get_backend("triton")
         except BackendUnavailable:
             return get_backend("eager")
-        if triton.traits.takes_filters or not takes_filters:
+        has_filters = triton.traits.takes_filters or not takes_filters
+        if has_filters and set(takes_processors) <= set(triton.traits.takes_processors):
             return triton
     return get_backend("eager")

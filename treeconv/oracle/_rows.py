@@ -337,13 +337,13 @@ class EnclosedRow:
         if not self.may_have_mass(token):
             return 0.0, 0.0
         mass = self.mass(token)
-        error = float(self._errors[token]) + self._scale_error + _FLOAT64_SLACK
+        error = (1 + float(self._errors[token])) * (1 + self._scale_error) - 1 + _FLOAT64_SLACK
         largest = mass
         if self._certain_total < 1:  # alone with what is certain, its share is the largest
             certain = self._certain_total - (mass if self.must_have_mass(token) else 0.0)
             largest = mass / (mass + max(certain, 0.0)) if mass else 0.0
         upper = largest * (1 + error) + 2.0**-149
-        return (mass * (1 - error) if self.must_have_mass(token) else 0.0), upper
+        return (mass * max(1 - error, 0.0) if self.must_have_mass(token) else 0.0), upper
 
     def accept_bounds(self, tokens: Sequence[int]) -> list[tuple[Number, Number]]:
         """Enclosures of the running sums: of each mass, and one rounding per addition."""
@@ -384,7 +384,7 @@ class EnclosedRow:
                 + sum_error(tokens.size)
                 + self._own_roundings * ROUNDING
             )
-            band += _FLOAT64_SLACK
+            band += weighted * weighted[-1:].sum() + _FLOAT64_SLACK  # second order, where errors are not tiny
             lower = np.maximum(sums - band - flushed, 0.0)
             upper = sums + band + (2.0**-149 if tokens.size else 0) + flushed[-1:].sum()
             self._bonus[key] = Bonus(tokens, sums, ~flush, lambda: (lower, upper))
