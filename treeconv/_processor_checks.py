@@ -46,8 +46,17 @@ def _starting_at(request: Request, node: int) -> tuple[Request, list[int]]:
     return step, nodes
 
 
+def _alone(request: Request) -> Request:
+    """Its root without drafts: plain sampling."""
+    root = DraftTree((-1,), request.tree.token_ids[:1])
+    held = request.processors.at_nodes([0])
+    return replace(request, tree=root, rows=request.rows[:1], accept=request.accept[:1], processors=held)
+
+
 def _coins(request: Request, rows: TargetRows, cap: int) -> list[tuple[list[float], float]]:
-    """The request's own coins, spread ones, and some of those that lead to every reachable node."""
+    """The request's own coins; above temperature 0 also spread ones, and some that lead to every node."""
+    if request.temperature == 0:
+        return [(request.accept.tolist(), request.final)]
     sweep = oracle.sweep_coins(request.tree, rows, cap, max_final=4)
     own = (request.accept.tolist(), request.final)
     spread = [(list(accept), final) for accept, final in spread_coins(7, len(request.tree))]
@@ -58,9 +67,14 @@ def commit_parity(case: VerifyCase, backend: Backend, device: str) -> int:
     """Every walk is taken up again at each node of its path, as a step of its own behind a committed path.
 
     The decisions from there on must be the same, coin for coin. Where the node is a leaf that step is plain
-    sampling; at temperature 0 plain sampling at any node must say what the walk said.
+    sampling. At temperature 0 plain sampling at any node must say what the walk said.
     """
     subject, cap = case.requests[0], case.effective_depth_cap
+    greedy = replace(subject, temperature=0.0)
+    return _taken_up(case, subject, cap, backend, device) + _taken_up(case, greedy, cap, backend, device)
+
+
+def _taken_up(case: VerifyCase, subject: Request, cap: int, backend: Backend, device: str) -> int:
     rows = target_rows(subject, case.kind, case.filter_order)
     coins = _coins(subject, rows, cap)
     many = case.replace_requests([subject.with_coins(*coin) for coin in coins])
@@ -74,30 +88,18 @@ def commit_parity(case: VerifyCase, backend: Backend, device: str) -> int:
             continue
         for depth, node in enumerate(walk.path):
             step, nodes = _starting_at(request, node)
-            want = Observed(tuple(map(nodes.index, walk.path[depth:])), walk.tokens[depth:], walk.status)
             if depth:
-                steps[depth].append((step, want))
+                path = tuple(map(nodes.index, walk.path[depth:]))
+                steps[depth].append((step, Observed(path, walk.tokens[depth:], walk.status)))
             if subject.temperature == 0:
-                alone, _ = _starting_at(request, node)
-                root = DraftTree((-1,), alone.tree.token_ids[:1])
-                alone = replace(
-                    alone,
-                    tree=root,
-                    rows=alone.rows[:1],
-                    accept=alone.accept[:1],
-                    processors=alone.processors.at_nodes([0]),
-                )
-                steps[depth].append((alone, Observed((0,), walk.tokens[depth : depth + 1], walk.status)))
+                said = Observed((0,), walk.tokens[depth : depth + 1], walk.status)
+                steps[depth].append((_alone(step), said))
     for depth, taken_up in steps.items():
         again = replace(
-            case,
-            requests=tuple(step for step, _ in taken_up),
-            num_draft_tokens=None,
-            depth_cap=cap - depth,
+            case, requests=tuple(step for step, _ in taken_up), num_draft_tokens=None, depth_cap=cap - depth
         )
         for (step, want), got in zip(taken_up, decide(again, backend, device), strict=True):
             if got != want:
-                why = f"the same walk, {depth} nodes of its path being drafts, went on so"
-                alone = replace(again, requests=(step,))
-                raise Violation(0, got, str(want), why, case=alone)
+                why = f"with {depth} tokens before this root drafted, not committed, and drafts behind it"
+                raise Violation(0, got, str(want), why, case=replace(again, requests=(step,)))
     return len(coins)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from treeconv.processors import PROCESSORS, RequestProcessors, bitmask_words
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from hypothesis.strategies import DrawFn
     from numpy.typing import NDArray
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from treeconv.processors import ProcessorKind
     from treeconv.tree import DraftTree
 
-__all__ = ["bitmask_of", "processors_for", "seeded_processors"]
+__all__ = ["bitmask_of", "calm_logits", "processors_for", "seeded_processors"]
 
 # Mostly multiples of 1/4, so that most processed logits are exact in float32.
-_BIASES = (1.0, -1.0, 0.5, 2.0, -0.25, 100.0, -100.0, -np.inf, 1e8, 0.1)
+_BIASES = (1.0, -1.0, 0.5, 2.0, -0.25, 100.0, -100.0, -np.inf, 1e8, -1e8, 0.1)
 _REPETITIONS = (2.0, 0.5, 1.5, 1.25, 1.1)
 _AMOUNTS = (0.5, 1.0, -0.5, 2.0, -2.0, 0.25, 0.1)
 
@@ -33,6 +33,19 @@ def bitmask_of(allowed: NDArray[np.bool_], *, rest: bool = False) -> NDArray[np.
     bits[:, :vocab] = allowed
     words: NDArray[np.int32] = np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
     return words
+
+
+@st.composite
+def calm_logits(draw: DrawFn, tree: DraftTree, vocab_size: int) -> NDArray[np.float32]:
+    """``[n, vocab_size]`` multiples of 1/4 in [-2, 2], drafts often 1 above: nothing crowds out the rest.
+
+    So walks go deep, and what was processed wrongly further down shows. Many tie. Shrinks towards 0.
+    """
+    quarters = st.lists(st.integers(-8, 8), min_size=vocab_size, max_size=vocab_size)
+    rows = np.array([draw(quarters) for _ in range(len(tree))], np.float32) / 4
+    if draw(st.booleans(), label="likely drafts?"):
+        rows[list(tree.parents[1:]), list(tree.token_ids[1:])] += 1
+    return rows
 
 
 def _some_token_is_left(
@@ -54,7 +67,7 @@ def processors_for(
     draw: DrawFn,
     tree: DraftTree,
     rows: NDArray[np.float32],
-    kinds: Collection[ProcessorKind] = PROCESSORS,
+    kinds: Sequence[ProcessorKind] = PROCESSORS,
     *,
     allow_empty: bool = False,
 ) -> RequestProcessors:
@@ -63,13 +76,13 @@ def processors_for(
     Drafts' tokens are forbidden, biased and committed most often. Now and then a forbidden token's logit is
     set to NaN in ``rows``, and a logit is moved so that the penalties make a tie.
 
-    * ``kinds``: those that may be on.
+    * ``kinds``: those that may be on, the last of them most often.
     * ``allow_empty``: whether a node may forbid every token.
 
     Shrinks towards no processors at all.
     """
     nodes, vocab = rows.shape
-    subsets = [[], *([kind] for kind in kinds), list(kinds), list(kinds)]
+    subsets = [[], *([kind] for kind in kinds), [kinds[-1]], *[list(kinds)] * 3]
     on = draw(st.sampled_from(subsets), label="processors")
     drafted = sorted(set(tree.token_ids))
     a_token = st.one_of(st.sampled_from(drafted), st.integers(0, vocab - 1))

@@ -242,14 +242,15 @@ class Processors:
             else:
                 mask[index, : len(request.token_bitmask)] = request.token_bitmask
             committed[index, : len(request.committed_tokens)] = request.committed_tokens
-        penalties = {
+        values = {
             name: to(np.array([getattr(request, name) for request in requests], np.float32))
             for name in PENALTIES
         }
+        penalties = Penalties(**values, committed_tokens=to(committed))
         return cls(
             logit_bias=to(bias) if "bias" in kinds else None,
             token_bitmask=to(mask) if "bitmask" in kinds else None,
-            penalties=Penalties(**penalties, committed_tokens=to(committed)) if "penalties" in kinds else None,
+            penalties=penalties if "penalties" in kinds else None,
         )
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from treeconv._processor_strategies import processors_for, seeded_processors
+from treeconv._processor_strategies import calm_logits, processors_for, seeded_processors
 from treeconv.case import Request, VerifyCase
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
@@ -343,7 +343,7 @@ def verify_cases(
     shapes: Sequence[str] = tuple(_SHAPES),
     allow_depth_cap: bool = True,
     allow_filters: bool = False,
-    processors: Collection[ProcessorKind] = (),
+    processors: Sequence[ProcessorKind] = (),
     allow_empty: bool = False,
     rows_dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
 ) -> VerifyCase:
@@ -370,9 +370,11 @@ def verify_cases(
     for _ in range(count):
         tree = draw(draft_trees(max_nodes=max_nodes, vocab_size=vocab, shapes=shapes))
         if kind == "logits":
-            rows = draw(target_logits(len(tree), vocab, dtype=dtype))
+            calm = processors and draw(st.integers(0, 3), label="calm logits?") < 3
+            rows = draw(calm_logits(tree, vocab) if calm else target_logits(len(tree), vocab, dtype=dtype))
             # The usual ones again, so that a batch often holds greedy beside sampled requests.
-            temperature = draw(st.one_of(st.sampled_from([1.0, 0.0, 2.0]), temperatures()))
+            usual = [st.sampled_from([1.0, 0.0, 2.0])] * (3 if processors else 1)
+            temperature = draw(st.one_of(*usual, temperatures()))
             # Logits a few temperatures apart: else every small temperature is as good as greedy.
             if _LEAST_SCALED <= temperature <= 0.1 and draw(st.integers(0, 2), label="scale?"):
                 rows = _rounded(rows * np.float32(temperature), dtype)

@@ -215,7 +215,8 @@ class _Sorted:
             p_range = tuple(1 + int(np.searchsorted(before, cuts.top_p + s)) for s in (-slack, 0.0, slack))  # type: ignore[assignment]
         if cuts.min_p > 0:
             least = cuts.min_p * masses[0]
-            slack = float(relative[self._upper >= self._lower[0]].max()) + own  # whichever mass is the largest
+            # Whichever mass a sampler takes for the largest.
+            slack = float(relative[self._upper >= self._lower[0]].max()) + own
             # What equals the largest logit is kept by every rounding: equal numbers stay equal.
             tops = int(np.searchsorted(-self.keys, -self.keys[0], side="right"))
             edges = (least * (1 + slack), least, least * (1 - slack) - 2.0**-149)
