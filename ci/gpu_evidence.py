@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 BACKENDS = ("eager", "triton", "sgl")
 ALONE = ("offsets-64-bit", "wide-batch-invariance", "wide-determinism")
@@ -84,7 +84,7 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     """One law on one backend, or one finding; never raises: an error is a result too."""
     started = time.perf_counter()
     try:
-        result = _ledger(task) if task["kind"] == "ledger" else _law(task)
+        result = {"ledger": _ledger, "fault": _fault}.get(task["kind"], _law)(task)
     except Exception:  # noqa: BLE001  (anything at all must end up in the evidence)
         result = {"result": "error", "message": traceback.format_exc()[-3000:]}
     return {**task, **result, "seconds": round(time.perf_counter() - started, 2)}
@@ -174,8 +174,29 @@ def _ledger(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _fault(task: dict[str, Any]) -> dict[str, Any]:
+    """A planted fault, which its law must kill here too."""
+    import device_faults
+
+    from treeconv._gpu_checks import Sizes
+    from treeconv.backends.registry import get_backend
+    from treeconv.errors import BackendUnavailable
+
+    fault = next(fault for fault in device_faults.FAULTS if fault.name == task["fault"])
+    try:
+        backends = {} if fault.around == "converter" else {fault.around: get_backend(fault.around)}
+    except BackendUnavailable as error:
+        return {"result": "not here", "message": str(error)}
+    message = device_faults.broken_by(fault, backends, "cuda", Sizes())
+    return (
+        {"result": "survived", "message": ""} if message is None else {"result": "killed", "message": message}
+    )
+
+
 def all_tasks(max_examples: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Tasks that may share the device, the long ones first, and those that need it alone."""
+    import device_faults
+
     from fuzz.findings import LEDGER
     from treeconv.gpu_laws import GPU_LAWS
     from treeconv.laws import BACKEND_LAWS
@@ -201,17 +222,20 @@ def all_tasks(max_examples: int) -> tuple[list[dict[str, Any]], list[dict[str, A
         {"kind": "generated", "law": law.name, "backend": None, "max_examples": max_examples}
         for law in TREE_LAWS
     ]
+    faults = [{"kind": "fault", "fault": fault.name, "law": fault.law} for fault in device_faults.FAULTS]
+    shared += [task for task in faults if task["law"] not in ALONE]
     alone = [device_task(law, name) for law in GPU_LAWS if law.name in ALONE for name in BACKENDS]
     alone += [{"kind": "ledger", "finding": f.id} for f in LEDGER if f.law in ALONE]
+    alone += [task for task in faults if task["law"] in ALONE]
     return shared, alone
 
 
 def _say(result: dict[str, Any]) -> None:
     what = result.get("law") or result["finding"]
-    name = result.get("finding") if result["kind"] == "ledger" else result.get("backend") or "-"
+    name = result.get("finding") or result.get("fault") or result.get("backend") or "-"
     count = f"{result.get('decisions', '')!s:>8}"
     print(f"{what:<24} {name:<24} {count} {result['seconds']:>7.1f} s  {result['result']}", flush=True)
-    if result["result"] in ("broken", "error", "unexpected pass"):
+    if is_bad(result):
         print("\n".join("    " + line for line in result["message"].splitlines()[:40]), flush=True)
 
 
@@ -291,7 +315,7 @@ def run_laws(max_examples: int, workers: int, only: str, task_limit_s: float) ->
 
 def is_bad(result: dict[str, Any]) -> bool:
     """Whether a result fails the run."""
-    return result["result"] in ("broken", "error", "unexpected pass")
+    return result["result"] in ("broken", "error", "unexpected pass", "survived")
 
 
 def main() -> int:
@@ -320,12 +344,13 @@ def main() -> int:
     started = time.monotonic()
     if "laws" not in options.skip:
         results = run_laws(options.max_examples, options.workers, options.only, options.task_seconds)
-        ledger = [result for result in results if result["kind"] == "ledger"]
+        of_kind = {kind: [r for r in results if r["kind"] == kind] for kind in ("ledger", "fault")}
         evidence["laws"] = sorted(
-            (result for result in results if result["kind"] != "ledger"),
+            (result for result in results if result["kind"] not in of_kind),
             key=lambda result: (result["kind"], result["law"], result["backend"] or ""),
         )
-        evidence["ledger"] = sorted(ledger, key=lambda result: result["finding"])
+        evidence["ledger"] = sorted(of_kind["ledger"], key=lambda result: result["finding"])
+        evidence["faults"] = sorted(of_kind["fault"], key=lambda result: result["fault"])
         evidence["laws_seconds"] = round(time.monotonic() - started, 1)
         print(f"laws and ledger: {evidence['laws_seconds']} s", flush=True)
         _write(options.out / f"{name}.json", evidence)
@@ -340,7 +365,7 @@ def main() -> int:
             save_plot(report, options.out / f"{name}.png")
         except Exception as error:  # noqa: BLE001  (the figures are written; a plot is not worth a run)
             print(f"no plot: {error}", flush=True)
-    results = evidence.get("laws", []) + evidence.get("ledger", [])
+    results = [result for kind in ("laws", "ledger", "faults") for result in evidence.get(kind, [])]
     bad = [result for result in results if is_bad(result)]
     print(f"{len(results)} checks, {len(bad)} failed; {options.out / name}.json", flush=True)
     return 1 if bad else 0

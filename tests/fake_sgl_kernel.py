@@ -94,3 +94,50 @@ def verify_tree_greedy(
             node = child
         accept_token_num[b] = count
         predicts[retrive_index[b, node]] = target_predict[b, node]
+
+
+def build_tree_kernel_efficient(
+    parent_list,
+    selected_index,
+    verified_seq_len,
+    tree_mask,
+    positions,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    topk,
+    depth,
+    draft_token_num,
+    tree_mask_mode,
+):
+    """Nodes keep the order of their candidates; siblings are linked in that order, masks walk to the root."""
+    assert parent_list.shape[1] == topk * (depth - 1) + 1
+    where = 0
+    for b in range(parent_list.shape[0]):
+        numbers, prefix = selected_index[b].tolist(), int(verified_seq_len[b])
+        node_of = {number: node for node, number in enumerate(numbers, start=1)}
+        parents = [-1]
+        for number in numbers:
+            beam = number // topk
+            parents.append(node_of[int(parent_list[b, beam])] if beam else 0)
+        last = {}
+        for node, parent in enumerate(parents):
+            retrive_index[b, node] = b * draft_token_num + node
+            if node and parent in last:
+                retrive_next_sibling[b, last[parent]] = node
+            elif node:
+                retrive_next_token[b, parent] = node
+            last[parent] = node
+            path = [node]
+            while parents[path[-1]] >= 0:
+                path.append(parents[path[-1]])
+            positions[b * draft_token_num + node] = prefix + len(path) - 1
+            row = b * draft_token_num + node
+            if tree_mask_mode == 2:
+                tree_mask.numpy()[row] = sum(1 << seen for seen in path)
+                continue
+            keys = prefix if tree_mask_mode == 0 else 0
+            end = where + keys + draft_token_num
+            tree_mask[where + keys : end] = False
+            tree_mask[[where + keys + seen for seen in path]] = True
+            where = end

@@ -25,6 +25,7 @@ from treeconv.backends.base import Backend, BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
 from treeconv.backends.reference import ReferenceBackend
 from treeconv.backends.registry import BACKENDS, available_backends, choose_backend, get_backend
+from treeconv.rules import RULES
 
 BATCH = to_verify_input([DraftTree.chain([9, 1])])
 PROBS = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
@@ -69,7 +70,9 @@ def test_a_name_gives_one_backend(name):
 
 
 def test_claims():
-    assert get_backend("reference").traits == BackendTraits(devices=("cpu",), takes_filters=True)
+    assert get_backend("reference").traits == BackendTraits(
+        devices=("cpu",), takes_filters=True, rules=RULES, takes_thresholds=True
+    )
     assert get_backend("eager").traits == BackendTraits(takes_filters=True)
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "ci"))
 
 import gpu_evidence  # noqa: E402
+from device_faults import FAULTS  # noqa: E402
 
 from fuzz.findings import LEDGER  # noqa: E402
 from treeconv.gpu_laws import GPU_LAWS  # noqa: E402
@@ -28,13 +29,14 @@ def test_every_law_meets_every_backend_and_every_finding_is_launched():
     device = {t["law"] for t in tasks if t["kind"] == "device"}
     assert device == {law.name for law in GPU_LAWS}
     assert {t["finding"] for t in tasks if t["kind"] == "ledger"} == {finding.id for finding in LEDGER}
+    assert {t["fault"] for t in tasks if t["kind"] == "fault"} == {fault.name for fault in FAULTS}
     assert all(t.get("law") in gpu_evidence.ALONE or t["kind"] == "ledger" for t in alone)
 
 
 def test_what_fails_a_run():
-    for result in ("kept", "does not apply", "not here", "found again", "quarantined"):
+    for result in ("kept", "does not apply", "not here", "found again", "quarantined", "killed"):
         assert not gpu_evidence.is_bad({"result": result})
-    for result in ("broken", "error", "unexpected pass"):
+    for result in ("broken", "error", "unexpected pass", "survived"):
         assert gpu_evidence.is_bad({"result": result})
 
 

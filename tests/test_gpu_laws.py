@@ -12,7 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from treeconv import LawBroken, to_draft_trees
+from device_faults import FAULTS, broken_by
+
+from treeconv import LawBroken, _gpu_checks, to_draft_trees
 from treeconv._gpu_checks import Sizes
 from treeconv._scale import random_batch
 from treeconv.backends.base import BackendTraits
@@ -21,7 +23,6 @@ from treeconv.backends.reference import ReferenceBackend
 from treeconv.backends.sgl import SglBackend, SglKernels
 from treeconv.cuda_graph import CudaGraphRunner
 from treeconv.gpu_laws import GPU_LAWS, gpu_law_named
-from treeconv.tree import VerifyInput, VerifyOutput
 
 SMALL = Sizes.small()
 KERNELS = SglKernels(
@@ -65,79 +66,42 @@ def test_device_converter():
     assert gpu_law_named("device-converter").run(None, "cpu", small) > 0
 
 
-class Wrong(ReferenceBackend):
-    """A right sampler with one fault put in between."""
-
-    name = "wrong"
-
-    def __init__(self, fault):
-        self.fault = fault
-        self.calls = 0
-
-    def verify(self, batch, logits, temperature, coins, depth_cap):
-        self.calls += 1
-        return self.fault(self, batch, logits, temperature, coins, depth_cap)
-
-    def right(self, batch, logits, temperature, coins, depth_cap):
-        return ReferenceBackend.verify(self, batch, logits, temperature, coins, depth_cap)
-
-
-def last_request_reads_the_first_ones_row(self, batch, logits, *rest):
-    """What a wrapped offset does."""
-    logits = logits.clone()
-    logits[-1] = logits[0]
-    return self.right(batch, logits, *rest)
-
-
-def ignores_temperature(self, batch, logits, temperature, *rest):
-    return self.right(batch, logits, torch.ones_like(temperature), *rest)
-
-
-def moves_with_the_batch(self, batch, logits, temperature, coins, depth_cap):
-    noise = 0.4 * (len(temperature) % 3)
-    return self.right(batch, logits.float() + noise * torch.arange(logits.shape[2]) / logits.shape[2], temperature, coins, depth_cap)  # noqa: E501  # fmt: skip
-
-
-def every_fifth_call_differs(self, batch, logits, temperature, coins, depth_cap):
-    out = self.right(batch, logits, temperature, coins, depth_cap)
-    return VerifyOutput(**{**vars(out), "predicts": out.predicts + (self.calls % 5 == 0)})
-
-
-def keeps_the_last_output(self, *call):
-    """Old results shine through where nothing new was written."""
-    out = self.right(*call)
-    old, self.old = getattr(self, "old", None), out
-    if old is None or old.predicts.shape != out.predicts.shape:
-        return out
-    return VerifyOutput(
-        **{**vars(out), "predicts": torch.where(out.predicts < 0, old.predicts, out.predicts)}
-    )
-
-
-def drops_a_bad_request_and_its_neighbour(self, batch, logits, temperature, coins, depth_cap):
-    logits = torch.where(
-        logits.isnan().any(dim=2, keepdim=True).any(dim=1, keepdim=True).any(), torch.nan, logits
-    )
-    return self.right(batch, logits, temperature, coins, depth_cap)
+def small_backends():
+    """What the faults are put around here: the eager sampler, and the stand-in for SGLang's kernels."""
+    operators = {
+        name: getattr(fake, name)
+        for name in (
+            "tree_speculative_sampling_target_only",
+            "verify_tree_greedy",
+            "build_tree_kernel_efficient",
+        )
+    }
+    return {"triton": EagerBackend(), "sgl": SglBackend(kernels=SglKernels("fake", operators))}
 
 
 @pytest.mark.parametrize(
-    ("fault", "name"),
-    [
-        (last_request_reads_the_first_ones_row, "offsets-64-bit"),
-        (ignores_temperature, "float64-agreement"),
-        (moves_with_the_batch, "wide-batch-invariance"),
-        (every_fifth_call_differs, "wide-determinism"),
-        (every_fifth_call_differs, "graph-replay"),
-        (keeps_the_last_output, "poisoned-buffers"),
-        (drops_a_bad_request_and_its_neighbour, "graph-replay"),
-    ],
+    "fault", [fault for fault in FAULTS if not fault.takes_width], ids=lambda fault: fault.name
 )
-def test_wrong_samplers_break(fault, name):
-    with pytest.raises(LawBroken, match=f"law broken: {name}") as caught:
-        gpu_law_named(name).run(Wrong(fault), "cpu", SMALL)
-    assert "got:" in str(caught.value)
-    assert "seed 0" in str(caught.value)
+def test_every_device_law_kills_its_faults(fault, monkeypatch):
+    pytest.importorskip("triton")
+    raw = SglBackend(raw=True, kernels=KERNELS)
+    monkeypatch.setattr(_gpu_checks, "get_backend", lambda name: {"sgl-raw": raw}[name])
+    sizes = Sizes(**{**vars(SMALL), "wide_batch": 2}) if fault.around == "converter" else SMALL
+    message = broken_by(fault, small_backends(), "cpu", sizes)
+    assert message is not None, f"{fault.name} survives {fault.law}"
+    assert "got:" in message
+    assert "seed 0" in message
+
+
+@pytest.mark.parametrize("name", ["sgl-agreement", "sgl-build-tree"])
+def test_right_samplers_keep_the_laws_about_sgl(name, monkeypatch):
+    raw = SglBackend(raw=True, kernels=KERNELS)
+    monkeypatch.setattr(_gpu_checks, "get_backend", lambda name: {"sgl-raw": raw}[name])
+    assert gpu_law_named(name).run(small_backends()["sgl"], "cpu", SMALL) > 0
+
+
+def test_every_device_law_has_a_fault():
+    assert {fault.law for fault in FAULTS} == {law.name for law in GPU_LAWS}
 
 
 def test_stale_coins_break_graph_coins(monkeypatch):
@@ -165,6 +129,6 @@ def test_laws_say_where_they_do_not_apply():
 def test_padding_is_found_by_the_poison():
     """The slots that poisoned_buffers fills are exactly those behind the trees."""
     wide = random_batch(np.random.default_rng(0), 20, 6, 12, "cpu")
-    batch: VerifyInput = wide.batch
+    batch = wide.batch
     size = (batch.retrieve_next_token >= 0).sum(1) + (batch.retrieve_next_sibling >= 0).sum(1) + 1
     assert size.tolist() == [len(tree) for tree in to_draft_trees(batch)]

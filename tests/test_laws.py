@@ -38,6 +38,17 @@ FILTERED = replace(
     requests=(replace(BATCH.requests[0], top_k=3, top_p=0.75), *BATCH.requests[1:]),
     filter_order="joint",
 )
+Q = np.array([[0.5, 0.125, 0.25, 0.125], [0.25] * 4, [0.5, 0.5, 0, 0], [0, 0.75, 0, 0.25]], np.float32)
+
+
+def by_rule(rule, case):
+    """The case verified by another rule, with draft laws where it reads them; chains become chains."""
+    requests = [one for one in case.requests if rule != "chain" or one.tree == CHAIN] or [request(CHAIN, LAW)]
+    if rule != "draw_and_match":
+        requests = [replace(one, draft_probs=Q[: len(one.tree)]) for one in requests]
+    return replace(case, rule=rule, requests=requests)
+
+
 CASES = {
     "logits": BATCH,
     "wide": BATCH,
@@ -48,12 +59,23 @@ CASES = {
     "chains": VerifyCase((request(CHAIN, LOGITS),)),
     "batches": BATCH,
     "bad_rows": VerifyCase((request(TREE, BAD), request(CHAIN, LOGITS))),
+    "drawn": DYADIC,
     "filtered": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
     "filtered_roots": VerifyCase((request(DraftTree([-1], [0]), LAW),), kind="probs"),
     "filtered_small": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
     "filtered_logits": FILTERED,
     "filtered_wide": FILTERED,
     "filtered_batches": FILTERED,
+    **{
+        f"{name}{ending}": by_rule(rule, case)
+        for name, rule in (("chain", "chain"), ("recursive", "recursive"), ("match", "draw_and_match"))
+        for ending, case in (
+            ("_rule", DYADIC),
+            ("_rule_logits", BATCH),
+            ("_drafts", DYADIC),
+            ("_fixed", DYADIC),
+        )
+    },
 }
 
 

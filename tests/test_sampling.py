@@ -132,3 +132,21 @@ def test_every_64_bit_seed_is_taken(seed):
 def test_bad_arguments(seeds, positions, slots, message):
     with pytest.raises(InvalidArgument, match=message):
         draw_coins(seeds, positions, slots)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4, 64])
+def test_tensors_and_lists_draw_the_same_coins(slots):
+    seeds, positions = [0, 7, 2**64 - 1, 2**63], [0, 2**40 + 3, 5, 2**64 - 1]
+    listed = draw_coins(seeds, positions, slots)
+    tensors = [torch.from_numpy(np.array(values, np.uint64).view(np.int64)) for values in (seeds, positions)]
+    drawn = draw_coins(*tensors, slots)
+    assert drawn.accept.dtype == torch.float32
+    assert (drawn.accept.tolist(), drawn.final.tolist()) == (listed.accept.tolist(), listed.final.tolist())
+
+
+def test_coins_are_the_words_of_random123s_first_known_answer():
+    """Pinned: a change of the counter's layout would change everybody's samples."""
+    coins = draw_coins([0], [0], 3)
+    assert (coins.final * 2**24).tolist() == [0x6627E8]
+    assert (coins.accept * 2**24).tolist() == [[0xE169C5, 0xBC57AC, 0x9B00DB]]
+    assert flat(coins) != flat(draw_coins([2**32], [0], 3)) != flat(draw_coins([0], [2**32], 3))

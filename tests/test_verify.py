@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 
-from treeconv import Coins, DraftTree, RowStatus, to_verify_input, verify, verify_probs
+from treeconv import (
+    BackendUnavailable,
+    Coins,
+    DraftTree,
+    InvalidArgument,
+    RowStatus,
+    draw_coins,
+    to_verify_input,
+    verify,
+    verify_probs,
+)
 from treeconv.backends.eager import EagerBackend
 from treeconv.backends.registry import get_backend
 
@@ -69,7 +79,7 @@ def test_shapes_and_dtypes_are_sglangs(depth_cap, backend):
 
 
 def test_auto_is_eager_on_the_cpu():
-    batch, rows, coins = to_verify_input([TREE]), rows_for([TREE]), coins_for([TREE])
+    batch, rows, coins = to_verify_input([TREE]), rows_for([TREE], 10), coins_for([TREE])
     assert same(verify(batch, rows, 1.0, coins), verify(batch, rows, 1.0, coins, backend="eager"))
 
 
@@ -82,7 +92,7 @@ def test_a_backend_object_is_used_as_it_is():
             return super().verify(*args)
 
     mine = Recording()
-    verify(to_verify_input([TREE]), rows_for([TREE]), backend=mine)
+    verify(to_verify_input([TREE]), rows_for([TREE], 10), backend=mine)
     assert mine.calls == 1
 
 
@@ -98,7 +108,7 @@ def test_temperature_is_a_scalar_or_one_per_request(temperature, backend):
 
 
 def test_integer_temperatures_are_numbers_too(backend):
-    batch, rows, coins = to_verify_input([TREE]), rows_for([TREE]), coins_for([TREE])
+    batch, rows, coins = to_verify_input([TREE]), rows_for([TREE], 10), coins_for([TREE])
     want = verify(batch, rows, 2.0, coins, backend=backend)
     assert same(want, verify(batch, rows, torch.tensor([2]), coins, backend=backend))
 
@@ -115,7 +125,7 @@ def test_each_request_has_its_own_temperature(backend):
     "make", [torch.Tensor.tolist, torch.Tensor.numpy, lambda rows: rows.double().numpy()]
 )
 def test_logits_and_coins_may_be_lists_or_arrays(make, backend):
-    batch, rows, coins = to_verify_input([TREE]), rows_for([TREE]), coins_for([TREE])
+    batch, rows, coins = to_verify_input([TREE]), rows_for([TREE], 10), coins_for([TREE])
     want = verify(batch, rows, 1.0, coins, backend=backend)
     given = Coins(make(coins.accept), make(coins.final))
     assert same(want, verify(batch, make(rows), 1.0, given, backend=backend))
@@ -325,6 +335,73 @@ def test_a_generator_decides_the_coins(backend):
 
     assert call(1) == call(1)
     assert call(1) != call(2)
+
+
+def test_seeds_fix_the_coins_wherever_a_request_is(backend):
+    trees = [TREE] * 30
+    seeds = list(range(2**64 - 30, 2**64))
+    batch, rows = to_verify_input(trees, 6, list(range(30))), rows_for(trees, slots=6)
+    together = verify(batch, rows, seeds=seeds, backend=backend).tokens
+    assert verify(batch, rows, seeds=[seed - 30 for seed in seeds], backend=backend).tokens != together
+    later = to_verify_input(trees, 6, list(range(1, 31)))
+    assert verify(later, rows, seeds=seeds, backend=backend).tokens != together
+    for place in (0, 7, 29):
+        alone = to_verify_input([TREE], len(TREE), [place])
+        one = verify(alone, rows[place, : len(TREE)][None], seeds=seeds[place : place + 1], backend=backend)
+        assert one.tokens == [together[place]]
+    coins = draw_coins(seeds, list(range(30)), 6)
+    assert verify(batch, rows, coins=coins, backend=backend).tokens == together
+    tensor = torch.arange(-30, 0)  # the same 64 bits
+    assert verify(batch, rows, seeds=tensor, backend=backend).tokens == together
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seeds": [1, 2]}, r"len\(seeds\)=2, but must be 1, one per request"),
+        ({"seeds": [-1]}, r"seeds\[0\]=-1, but must be an integer >= 0"),
+        ({"seeds": [2**64]}, r"seeds\[0\]=18446744073709551616, but must be below 2\*\*64"),
+        ({"seeds": torch.ones(1)}, r"seeds is \(1,\) torch.float32 on cpu, but must be \(1,\) torch.int64"),
+        ({"seeds": [1], "generator": torch.Generator()}, "generator and seeds were both given"),
+    ],
+)
+def test_bad_seeds(given, message):
+    with pytest.raises(InvalidArgument, match=message):
+        verify(to_verify_input([TREE]), rows_for([TREE], 10), **given)
+
+
+class DrawsItself(EagerBackend):
+    name = "draws-itself"
+
+    def __init__(self, coins):
+        self.traits = replace(EagerBackend.traits, coins=coins, rows_dtypes=("float32",))
+
+    def verify(self, batch, logits, temperature, coins, depth_cap):
+        self.given = coins
+        shape = batch.candidates.shape
+        return super().verify(
+            batch, logits, temperature, Coins(torch.zeros(shape), torch.zeros(shape[0])), depth_cap
+        )
+
+
+def test_a_backend_that_draws_its_coins_itself_is_handed_seeds_or_a_generator():
+    batch, rows = to_verify_input([TREE]), rows_for([TREE], 10)
+    seeded, generated = DrawsItself("seeds"), DrawsItself("generator")
+    verify(batch, rows, seeds=[5], backend=seeded)
+    assert seeded.given.tolist() == [5]
+    generator = torch.Generator()
+    verify(batch, rows, generator=generator, backend=generated)
+    assert generated.given is generator
+    verify(batch, rows, backend=generated)
+    assert generated.given is torch.default_generator
+    coins = draw_coins([1], [1], len(TREE))
+    for backend in (seeded, generated):
+        with pytest.raises(InvalidArgument, match="coins was given, but backend 'draws-itself' draws its"):
+            verify(batch, rows, coins=coins, backend=backend)
+    with pytest.raises(InvalidArgument, match="nothing was given"):
+        verify(batch, rows, backend=seeded)
+    with pytest.raises(BackendUnavailable, match=r"takes logits of float32, not of torch.bfloat16"):
+        verify(batch, rows.bfloat16(), seeds=[5], backend=seeded)
 
 
 def test_without_coins_each_call_draws_fresh_ones(backend):

@@ -16,7 +16,7 @@ from treeconv.sampling import processed_logits, row_status, target_probs
 from treeconv.tree import RowStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from fractions import Fraction
 
     from treeconv.backends.base import Backend
@@ -26,7 +26,17 @@ if TYPE_CHECKING:
 
     CoinVector = tuple[Sequence[float], float]
 
-__all__ = ["as_probs", "bytes_of", "call", "decide", "judge_all", "measure", "spread_coins", "submit"]
+__all__ = [
+    "as_probs",
+    "bytes_of",
+    "call",
+    "decide",
+    "judge_all",
+    "measure",
+    "outcome_coins",
+    "spread_coins",
+    "submit",
+]
 
 _MAX_ELEMENTS = 2**24  # of the target rows in one call: 64 MB of float32
 
@@ -72,7 +82,7 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
 
     Raises:
         Violation: it raised, or returned something of another shape: no decision to judge.
-        BackendUnavailable: the case has filters or processors that the backend does not claim to take.
+        BackendUnavailable: the case has filters, processors or a rule that the backend does not claim.
     """
     more: dict[str, Any] = {}
     if tensors.filters is not None:
@@ -85,6 +95,10 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
                 f"backend={backend.name!r} takes no {' or '.join(sorted(missing))}, but the case has some"
             )
         more["processors"] = tensors.processors
+    if tensors.rule is not None:
+        if tensors.rule.name not in backend.traits.rules:
+            raise BackendUnavailable(f"backend={backend.name!r} does not claim rule {tensors.rule.name}")
+        more["rule"] = tensors.rule
     try:
         if kind == "probs":
             output = backend.verify_probs(
@@ -132,7 +146,7 @@ def judge_all(
     ``rows``: the oracle's view of that request, where the caller has it already.
     """
     subject = case.requests[request]
-    rows = rows or target_rows(subject, case.kind, case.filter_order)
+    rows = rows or target_rows(subject, case.kind, case.filter_order, case.rule)
     cap = case.effective_depth_cap
     at_once = max(1, _MAX_ELEMENTS // (case.slots * case.vocab_size))
     for start in range(0, len(coins), at_once):
@@ -154,25 +168,31 @@ def spread_coins(count: int, dimensions: int) -> list[CoinVector]:
     return [(row[1:], row[0]) for row in coins]
 
 
+def outcome_coins(case: VerifyCase, request: Request) -> Iterator[tuple[Fraction, CoinVector]]:
+    """The middle of every box of coins that the oracle names, with the box's exact volume."""
+    rows = target_rows(request, case.kind, case.filter_order, case.rule)
+    for cell in oracle.outcome_cells(request.tree, rows, case.effective_depth_cap):
+        accept = [0.5] * len(request.tree)
+        for slot, (low, high) in cell.accept.items():
+            accept[slot] = float(np.float32(float((low + high) / 2)))
+        yield cell.measure, (accept, float(np.float32(float(sum(cell.final) / 2))))
+
+
 def measure(
     case: VerifyCase, request: Request, backend: Backend, device: str
 ) -> list[tuple[Fraction, Observed]]:
-    """The backend's outcome in every box of coins that the oracle names, with the box's exact volume.
+    """The backend's outcome in every box of coins, with the box's exact volume.
 
     A verifier is a step function of its coins; one coin vector from the middle of each box measures it.
 
     Raises:
         Violation: an output that contradicts itself.
     """
-    rows = target_rows(request, case.kind, case.filter_order)
     vectors: list[CoinVector] = []
     volumes = []
-    for cell in oracle.outcome_cells(request.tree, rows, case.effective_depth_cap):
-        accept = [0.5] * len(request.tree)
-        for node, (low, high) in cell.accept.items():
-            accept[node] = float(np.float32(float((low + high) / 2)))
-        vectors.append((accept, float(np.float32(float(sum(cell.final) / 2)))))
-        volumes.append(cell.measure)
+    for volume, coins in outcome_coins(case, request):
+        vectors.append(coins)
+        volumes.append(volume)
     many = case.replace_requests([request.with_coins(*vector) for vector in vectors])
     outcomes = decide(many, backend, device)
     for vector, observed in zip(vectors, outcomes, strict=True):

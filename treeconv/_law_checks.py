@@ -33,7 +33,7 @@ def oracle_agreement(case: VerifyCase, backend: Backend, device: str) -> int:
         request = case.requests[index]
         wrong = judge(
             request.tree,
-            target_rows(request, case.kind, case.filter_order),
+            target_rows(request, case.kind, case.filter_order, case.rule),
             request.accept.tolist(),
             request.final,
             cap,
@@ -49,7 +49,7 @@ def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:
     """Each bucket boundary and its float neighbours on both sides, of every request."""
     judged = 0
     for index, request in enumerate(case.requests):
-        rows = target_rows(request, case.kind, case.filter_order)
+        rows = target_rows(request, case.kind, case.filter_order, case.rule)
         coins = oracle.sweep_coins(request.tree, rows, case.effective_depth_cap)
         judged += judge_all(case, backend, device, coins, index, rows)
     return judged
@@ -59,7 +59,7 @@ def positive_mass(case: VerifyCase, backend: Backend, device: str) -> int:
     """Coins at 0, just below 1 and exactly 1: every emitted token has mass where it was drawn."""
     edges = [0.0, 2.0**-149, 2.0**-24, 0.5, 1 - 2.0**-24, 1.0]
     subject = case.requests[0]
-    rows = target_rows(subject, case.kind, case.filter_order)
+    rows = target_rows(subject, case.kind, case.filter_order, case.rule)
     size = len(subject.tree)
     coins = [([accept] * size, final) for accept in edges for final in edges]
     many = case.replace_requests([subject.with_coins(*coin) for coin in coins])
@@ -78,7 +78,7 @@ def outcome_law(case: VerifyCase, backend: Backend, device: str) -> int:
     """Measure the exact outcome law of the backend: one call per box of coins, weighted by its volume."""
     subject = case.requests[0]
     tree, cap = subject.tree, case.effective_depth_cap
-    rows = target_rows(subject, case.kind, case.filter_order)
+    rows = target_rows(subject, case.kind, case.filter_order, case.rule)
     starts: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
     for weight, observed in measure(case, subject, backend, device):
         for length in range(1, len(observed.tokens) + 1):
@@ -151,7 +151,7 @@ def chain(case: VerifyCase, backend: Backend, device: str) -> int:
     linear = replace(subject, tree=DraftTree.chain(tokens))
     coins = [(subject.accept.tolist(), subject.final), *spread_coins(7, len(tokens))]
     many = replace(case, requests=tuple(linear.with_coins(*coin) for coin in coins))
-    rows = target_rows(subject, case.kind, case.filter_order)
+    rows = target_rows(subject, case.kind, case.filter_order, case.rule)
     outcomes = decide(replace(many, num_draft_tokens=None, depth_cap=None), backend, device)
     for (accept, final), observed in zip(coins, outcomes, strict=True):
         kept, certain = 0, True
@@ -174,7 +174,7 @@ def more_children(case: VerifyCase, backend: Backend, device: str) -> int:
     subject = case.requests[0]
     tree = subject.tree
     coins = [(subject.accept.tolist(), subject.final), *spread_coins(3, len(tree))]
-    target = target_rows(subject, case.kind, case.filter_order)
+    target = target_rows(subject, case.kind, case.filter_order, case.rule)
     judged = 0
     for parent in range(min(len(tree), 4)):
         taken = {tree.token_ids[kid] for kid in tree.children[parent]}
@@ -206,7 +206,7 @@ def more_children(case: VerifyCase, backend: Backend, device: str) -> int:
 def accepted_length(case: VerifyCase, backend: Backend, device: str) -> int:
     """E[accepted drafts], measured exactly over coin boxes, against the closed form."""
     subject = case.requests[0]
-    rows = target_rows(subject, case.kind, case.filter_order)
+    rows = target_rows(subject, case.kind, case.filter_order, case.rule)
     outcomes = measure(case, subject, backend, device)
     got = sum((weight * (len(observed.path) - 1) for weight, observed in outcomes), Fraction(0))
     want = oracle.expected_accepted_length(subject.tree, rows, case.effective_depth_cap)
@@ -224,7 +224,7 @@ def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
         replace(case.replace_requests(case.requests), num_draft_tokens=case.slots + 3), backend, device
     )
     for index, request in enumerate(case.requests):
-        rows = target_rows(request, case.kind, case.filter_order)
+        rows = target_rows(request, case.kind, case.filter_order, case.rule)
         cap = case.effective_depth_cap
         if is_ambiguous(request.tree, rows, request.accept.tolist(), request.final, cap):
             continue
@@ -256,6 +256,8 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
         named |= {name: getattr(tensors.filters, name) for name in ("top_k", "top_p", "min_p")}
     if tensors.processors is not None:
         named |= tensors.processors.tensors
+    if tensors.rule is not None and tensors.rule.draft_probs is not None:
+        named["draft probabilities"] = tensors.rule.draft_probs
     before = {name: bytes_of(tensor) for name, tensor in named.items()}
 
     trees = [request.tree for request in case.requests]
@@ -277,7 +279,7 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
             raise Violation(index, f"after another call: {got}", f"as at first: {want}")
         # And the right thing both times: what earlier calls left may have spoilt the first one too.
         request = case.requests[index]
-        rows, accept = target_rows(request, case.kind, case.filter_order), request.accept.tolist()
+        rows, accept = target_rows(request, case.kind, case.filter_order, case.rule), request.accept.tolist()
         wrong = judge(request.tree, rows, accept, request.final, case.effective_depth_cap, got)
         if wrong:
             raise Violation(index, str(got), *wrong)
@@ -302,7 +304,7 @@ def bad_rows(case: VerifyCase, backend: Backend, device: str) -> int:
     cap = case.effective_depth_cap
     observed = decide(case, backend, device)
     for index, request in enumerate(case.requests):
-        rows = target_rows(request, case.kind, case.filter_order)
+        rows = target_rows(request, case.kind, case.filter_order, case.rule)
         accept = request.accept.tolist()
         wrong = judge(request.tree, rows, accept, request.final, cap, observed[index])
         if wrong:

@@ -21,13 +21,13 @@ _MAX_COINS = 24  # coin vectors whose walks are taken up again at each of their 
 
 
 def processed(case: VerifyCase, backend: Backend, device: str) -> int:
-    """The whole case at its coins and at spread ones, then every boundary of every request's processed law."""
+    """The whole case at its coins and at spread ones, then every boundary of each request's processed law."""
     judged = plain.oracle_agreement(case, backend, device)
     return judged + plain.critical_coins(case, backend, device)
 
 
 def _starting_at(request: Request, node: int) -> tuple[Request, list[int]]:
-    """The step whose root is ``node``, the path to it committed; and its nodes, as the first tree counts them."""
+    """The step whose root is ``node``, the path to it committed; and its nodes, as this tree counts them."""
     tree = request.tree
     nodes = [inner for inner in range(len(tree)) if node in tree.path(inner)]
     place = {old: new for new, old in enumerate(nodes)}

@@ -10,19 +10,24 @@ import numpy as np
 
 from treeconv.errors import InvalidArgument, InvalidTree
 from treeconv.filters import FILTER_ORDERS, Cuts, FilterOrder, Filters
+from treeconv.rules import Drafting, Rule, RuleName, check_pairing
 from treeconv.tree import Coins, DraftTree, VerifyInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from numpy.typing import NDArray
 
 __all__ = [
+    "as_int64",
     "check_coins",
     "check_depth_cap",
     "check_filters",
     "check_int",
     "check_rows",
+    "check_rule",
+    "check_seeds",
     "check_sequence_of_trees",
     "check_temperature",
     "check_tokens",
@@ -31,6 +36,7 @@ __all__ = [
 ]
 
 _TINIEST = 2.0**-149  # the smallest positive float32
+_WORD_OF_ONE = 0x3F800000
 _LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest finite float32
 
 
@@ -43,6 +49,14 @@ def check_int(value: Any, name: str, at_least: int) -> int:
     if isinstance(value, bool) or number < at_least:
         raise InvalidArgument(f"{name}={value!r}, but must be an integer >= {at_least}")
     return number
+
+
+def as_int64(values: Sequence[Any], name: str) -> NDArray[np.int64]:
+    """The 64 bits of integers in [0, 2**64)."""
+    for index, value in enumerate(values):
+        if check_int(value, f"{name}[{index}]", 0) >= 2**64:
+            raise InvalidArgument(f"{name}[{index}]={value!r}, but must be below 2**64")
+    return np.array(list(values), np.uint64).view(np.int64)
 
 
 def check_sequence_of_trees(trees: Sequence[DraftTree]) -> list[DraftTree]:
@@ -117,9 +131,40 @@ def check_verify_input(batch: VerifyInput) -> None:
             raise InvalidArgument(
                 f"{name}.device={tensor.device}, but must be {device}, the device of candidates"
             )
-    # Small batches are checked faster one node at a time than with array operations.
-    if device.type == "cpu" and (batch.candidates.numel() <= 128 or not _is_surely_valid(batch)):
-        _name_the_fault(batch)
+    if device.type == "cpu":
+        # Small batches are checked faster one node at a time than with array operations.
+        is_surely_valid = _is_surely_valid_small if batch.candidates.numel() <= 128 else _is_surely_valid
+        if not is_surely_valid(batch):
+            _name_the_fault(batch)
+
+
+def _is_surely_valid_small(batch: VerifyInput) -> bool:
+    """As :func:`_is_surely_valid`, one node at a time."""
+    slots = batch.candidates.shape[1]
+    rows = zip(
+        batch.candidates.tolist(),
+        batch.retrieve_next_token.tolist(),
+        batch.retrieve_next_sibling.tolist(),
+        strict=True,
+    )
+    for tokens, first, sibling in rows:
+        firsts = [child for child in first if child != -1]
+        pointed_at = firsts + [child for child in sibling if child != -1]
+        if not pointed_at:
+            continue
+        # No slot is pointed at twice and the root never: nothing is reached twice.
+        if len(set(pointed_at)) < len(pointed_at) or min(pointed_at) < 1 or max(pointed_at) >= slots:
+            return False
+        if sibling[0] != -1:
+            return False
+        for eldest in firsts:
+            family, child = [tokens[eldest]], sibling[eldest]
+            while child != -1:
+                family.append(tokens[child])
+                child = sibling[child]
+            if len(set(family)) < len(family):
+                return False
+    return True
 
 
 def _is_surely_valid(batch: VerifyInput) -> bool:
@@ -175,7 +220,8 @@ def check_tokens(batch: VerifyInput, vocab_size: int) -> None:
     if batch.device.type != "cpu":
         return
     tokens = batch.candidates.numpy()
-    if tokens[:, 1:].min(initial=0) >= 0 and tokens[:, 1:].max(initial=0) < vocab_size:
+    # As unsigned words, negative ids are beyond any vocabulary. The root's column is seldom the odd one.
+    if tokens.view(np.uint64).max() < vocab_size or tokens[:, 1:].view(np.uint64).max(initial=0) < vocab_size:
         return
     first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
     for pointer in (first, sibling):
@@ -282,8 +328,9 @@ def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
         if values.device != batch.device:
             raise InvalidArgument(f"coins.{name}.device={values.device}, but must be {batch.device}")
         if values.device.type == "cpu":
-            array = values.numpy()
-            if not (array.min() >= 0 and array.max() <= 1):  # false for NaN as well
+            array = np.ascontiguousarray(values.numpy())
+            # The words of floats in [0, 1] are the integers up to 1.0's; others but -0.0 are greater.
+            if array.view(np.uint32).max() > _WORD_OF_ONE and not ((array >= 0) & (array <= 1)).all():
                 outside = array[~((array >= 0) & (array <= 1))]
                 raise InvalidArgument(
                     f"coins.{name} holds {float(outside.flat[0])!r}, but must be in [0, 1)"
@@ -291,6 +338,24 @@ def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
                 )
         checked[name] = values.contiguous()
     return Coins(**checked)
+
+
+def check_seeds(seeds: Any, batch: VerifyInput) -> torch.Tensor:
+    """One seed per request as an int64 tensor ``[B]`` on the batch's device, holding the seed's 64 bits."""
+    import torch  # noqa: PLC0415
+
+    size = batch.batch_size
+    if isinstance(seeds, torch.Tensor):
+        if tuple(seeds.shape) != (size,) or seeds.dtype != torch.int64 or seeds.device != batch.device:
+            raise InvalidArgument(
+                f"seeds is {tuple(seeds.shape)} {seeds.dtype} on {seeds.device}, but must be ({size},)"
+                f" torch.int64 on {batch.device}"
+            )
+        return seeds
+    values = list(seeds) if hasattr(seeds, "__len__") else [seeds]
+    if len(values) != size:
+        raise InvalidArgument(f"len(seeds)={len(values)}, but must be {size}, one per request")
+    return torch.from_numpy(as_int64(values, "seeds")).to(batch.device)
 
 
 def check_filters(
@@ -352,8 +417,46 @@ def _per_request(value: Any, name: str, size: int) -> list[Any]:
     return list(value)
 
 
+def check_rule(
+    name: RuleName,
+    draft_probs: Any,
+    drafting: Drafting,
+    threshold_single: float,
+    threshold_acc: float,
+    batch: VerifyInput,
+    vocab_size: int,
+) -> Rule | None:
+    """The rule of a call, None where it is the plain target-only one; checked against drafts and trees.
+
+    Trees are looked at on the CPU only: reading them back from a device would wait for it.
+    """
+    if (name, drafting, draft_probs, threshold_single, threshold_acc) == ("target_only", "fixed", None, 1, 1):
+        return None  # what nearly every call is
+    check_pairing(name, drafting)
+    if draft_probs is not None:
+        draft_probs = check_rows(draft_probs, "draft_probs", batch, ("float32",))
+        if draft_probs.shape[2] != vocab_size:
+            raise InvalidArgument(
+                f"draft_probs.shape={tuple(draft_probs.shape)}, but must be"
+                f" {(*batch.candidates.shape, vocab_size)}: one law per slot, over the target's"
+                " vocabulary (map a reduced one to it first)"
+            )
+    rule = Rule(name, draft_probs, threshold_single, threshold_acc)
+    if name == "chain" and batch.device.type == "cpu":
+        twins = (batch.retrieve_next_sibling >= 0).nonzero()
+        if len(twins):
+            request, node = twins[0].tolist()
+            raise InvalidArgument(
+                f"rule='chain', but request {request}, node {node} has a sibling: chain takes one child a"
+                " node; use rule='recursive' for siblings sampled without replacement"
+            )
+    return None if rule.is_plain else rule
+
+
 def check_depth_cap(depth_cap: int | None, batch: VerifyInput) -> int:
     """``depth_cap`` as an int >= 1; the default is the deepest tree's depth + 1 (read from positions)."""
     if depth_cap is not None:
         return check_int(depth_cap, "depth_cap", 1)
+    if batch.device.type == "cpu":  # NumPy is several times faster at this size
+        return int((batch.positions.numpy() - batch.prefix_lens.numpy()[:, None]).max()) + 1
     return int((batch.positions - batch.prefix_lens[:, None]).max()) + 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from treeconv import _validate, _validate_processors
 from treeconv.backends.registry import choose_backend, get_backend
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.sampling import draw_coins
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -15,19 +16,42 @@ if TYPE_CHECKING:
     from treeconv.backends.base import Backend
     from treeconv.filters import FilterOrder, Filters
     from treeconv.processors import Processors
+    from treeconv.rules import Drafting, Rule, RuleName
 
-__all__ = ["verify", "verify_probs"]
+__all__ = ["choose_coins", "verify", "verify_probs"]
 
 _LOGITS = ("float32", "float16", "bfloat16")
 
 
-def _coins(coins: Coins | None, generator: torch.Generator | None, batch: VerifyInput) -> Coins:
+def choose_coins(
+    backend: Backend,
+    batch: VerifyInput,
+    coins: Coins | None = None,
+    generator: torch.Generator | None = None,
+    seeds: Any = None,
+) -> Any:
+    """What the backend's parameter ``coins`` gets: coins as given or drawn, or what it draws its own from."""
     import torch  # noqa: PLC0415
 
+    given = {"coins": coins, "generator": generator, "seeds": seeds}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InvalidArgument(f"{' and '.join(named)} were both given, but only one can decide the coins")
+    kind = backend.traits.coins
+    if kind in ("seeds", "generator"):  # it draws its own
+        if kind == "generator" and not named:
+            is_cuda = batch.device.type == "cuda"
+            return torch.cuda.default_generators[batch.device.index] if is_cuda else torch.default_generator
+        if named != [kind]:
+            what = named[0] if named else "nothing"
+            raise InvalidArgument(
+                f"{what} was given, but backend {backend.name!r} draws its coins from {kind}"
+            )
+        return generator if kind == "generator" else _validate.check_seeds(seeds, batch)
     if coins is not None:
-        if generator is not None:
-            raise InvalidArgument("coins and generator were both given, but only one can decide the coins")
         return _validate.check_coins(coins, batch)
+    if seeds is not None:
+        return draw_coins(_validate.check_seeds(seeds, batch), batch.prefix_lens, batch.num_draft_tokens)
     shape = tuple(batch.candidates.shape)
     draws = torch.rand(shape[0], shape[1] + 1, generator=generator, device=batch.device)
     return Coins(accept=draws[:, 1:].contiguous(), final=draws[:, 0].contiguous())
@@ -37,11 +61,13 @@ def _backend(
     backend: str | Backend,
     device: torch.device,
     filters: Filters | None,
+    rule: Rule | None,
     processors: Processors | None = None,
 ) -> Backend:
     if isinstance(backend, str) and backend == "auto":
+        name = "target_only" if rule is None else rule.name
         kinds = processors.kinds if processors else ()
-        chosen = choose_backend(device, takes_filters=filters is not None, takes_processors=kinds)
+        chosen = choose_backend(device, takes_filters=filters is not None, takes_processors=kinds, rule=name)
     else:
         chosen = get_backend(backend)
     if device.type not in chosen.traits.devices:
@@ -52,28 +78,33 @@ def _backend(
     return chosen
 
 
-def _filters(filters: Filters | None, backend: Backend) -> dict[str, Any]:
-    """What a backend is handed besides: nothing where no filter is on, so that it need not know of them."""
-    if filters is None:
-        return {}
-    if not backend.traits.takes_filters:
-        raise BackendUnavailable(
-            f"backend={backend.name!r} takes no filters: it has no top-k, top-p or min-p"
-        )
-    return {"filters": filters}
-
-
-def _processors(processors: Processors | None, backend: Backend) -> dict[str, Any]:
-    """Likewise."""
-    if processors is None:
-        return {}
-    missing = processors.kinds - set(backend.traits.takes_processors)
-    if missing:
-        raise BackendUnavailable(
-            f"backend={backend.name!r} takes no {' or '.join(sorted(missing))}: among the processors it takes"
-            f" {', '.join(backend.traits.takes_processors) or 'none'}"
-        )
-    return {"processors": processors}
+def _more(
+    filters: Filters | None, rule: Rule | None, backend: Backend, processors: Processors | None = None
+) -> dict[str, Any]:
+    """What a backend is handed besides: nothing where it is the default, so that it need not know of it."""
+    more: dict[str, Any] = {}
+    if filters is not None:
+        if not backend.traits.takes_filters:
+            raise BackendUnavailable(
+                f"backend={backend.name!r} takes no filters: it has no top-k, top-p or min-p"
+            )
+        more["filters"] = filters
+    if rule is not None:
+        if rule.name not in backend.traits.rules:
+            known = ", ".join(backend.traits.rules)
+            raise BackendUnavailable(f"backend={backend.name!r} has no rule {rule.name!r}, but {known}")
+        if rule.is_lossy and not backend.traits.takes_thresholds:
+            raise BackendUnavailable(f"backend={backend.name!r} takes no acceptance thresholds below 1")
+        more["rule"] = rule
+    if processors is not None:
+        if missing := processors.kinds - set(backend.traits.takes_processors):
+            known = ", ".join(backend.traits.takes_processors) or "none"
+            named = " or ".join(sorted(missing))
+            raise BackendUnavailable(
+                f"backend={backend.name!r} takes no {named}; of the processors it takes {known}"
+            )
+        more["processors"] = processors
+    return more
 
 
 def verify(
@@ -85,6 +116,7 @@ def verify(
     backend: str | Backend = "auto",
     depth_cap: int | None = None,
     *,
+    seeds: Any = None,
     top_k: Any = None,
     top_p: Any = None,
     min_p: Any = None,
@@ -95,6 +127,11 @@ def verify(
     frequency_penalty: Any = None,
     presence_penalty: Any = None,
     committed_tokens: Any = None,
+    rule: RuleName = "target_only",
+    draft_probs: Any = None,
+    drafting: Drafting = "fixed",
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
 ) -> VerifyOutput:
     """Verify a batch of draft trees against the target's logits, losslessly at every temperature.
 
@@ -112,7 +149,7 @@ def verify(
 
         coins: ``Coins(accept=[B, N], final=[B])`` float32 in [0, 1). Default: fresh ones.
 
-        generator: draws the coins where none are given; the default generator if None.
+        generator: draws the coins where neither they nor seeds are given; the default generator if None.
 
         backend: a registered name ("reference", "eager", "triton", "sgl"), "module:callable", a backend
             object, or "auto": ``triton`` on CUDA, else ``eager`` (there too, where a filter is on and
@@ -120,6 +157,9 @@ def verify(
 
         depth_cap: accept slots, root included: at most ``depth_cap - 1`` drafts are accepted. Default:
             deepest tree + 1, which on a CUDA device is read back (pass it to stay asynchronous).
+
+        seeds: one integer in [0, 2**64) per request, or an int64 tensor: its coins are then fixed by its seed
+            and ``batch.prefix_lens`` alone (:func:`draw_coins`), on every rank and wherever it is in a batch.
 
         top_k: keep the k likeliest tokens, among equals the lowest ids: an integer >= 1, None (off), or one
             of them per request. Drafts are tested against the filtered law, and the bonus comes from it.
@@ -133,7 +173,7 @@ def verify(
         filter_order: "sequential": top-p measures the law renormalised after top-k (HF, vLLM, SGLang's
             verifier); "joint": the law after temperature (SGLang's plain sampler).
 
-        logit_bias: ``[B, V]`` float32, added to each request's visited rows after the penalties; -inf forbids.
+        logit_bias: ``[B, V]`` float32, added to a request's visited rows after the penalties; -inf forbids.
 
         token_bitmask: ``[B, N, ceil(V / 32)]`` int32 (xgrammar's layout): bit ``t % 32`` of word ``t // 32``
             is set where token ``t`` may follow node ``i``. See :func:`treeconv.grammar.fill_token_bitmask`.
@@ -146,8 +186,26 @@ def verify(
 
         presence_penalty: likewise.
 
-        committed_tokens: the ids *before* each root (its own token is counted from the tree), that penalties
-            are about: a list of ids per request, or ``[B, L]`` int64 with -1 in padding. Default: none.
+        committed_tokens: the ids that penalties are about *before* each root, whose own token is counted
+            from the tree: a list of ids per request, or ``[B, L]`` int64 with -1 in padding. Default: none.
+        rule: "target_only"; "draw_and_match" (draw from each visited node's law, follow it where drafted; the
+            node's own coin draws, the final one is unused); or, for drafts *sampled* from ``draft_probs``,
+            "chain" (one child a node, accepted iff ``coin * q < p``, coin of the parent) or "recursive"
+            (siblings sampled without replacement, each tested with its own slot's coin). See
+            :mod:`treeconv.rules`.
+
+        draft_probs: ``[B, N, V]`` float32: row ``[b, i]`` is the law that the children of node i were sampled
+            from, after whatever filters the drafter had. For "chain" and "recursive", else None. A q that is
+            negative or not finite counts as no mass.
+
+        drafting: "fixed": the children are a fixed set, as DDTree's or EAGLE's top-k; "sampled": they were
+            drawn from ``draft_probs``. "chain" and "recursive" are biased on a fixed set, and refused.
+
+        threshold_single: below 1 **lossy**: a child of p >= it is accepted whatever the coin (SGLang's
+            ``speculative_accept_threshold_single``). "target_only" alone.
+
+        threshold_acc: below 1 **lossy**: a child is accepted iff ``coin * threshold_acc < acc``. The output
+            then no longer has the target's law, and no law of this package judges it.
 
     Returns:
         A :class:`VerifyOutput`. A request that *visits* a row of NaN, +inf or only -inf emits nothing and
@@ -155,16 +213,20 @@ def verify(
         whose tokens are all forbidden is EMPTY.
 
     Raises:
-        InvalidArgument: a shape, dtype, device or value that breaks the rules above; the message names it.
+        InvalidArgument: a shape, dtype, device or value that breaks the rules above, or a rule with drafts
+            that it is biased on; the message names it.
         InvalidTree: pointers that are no tree (checked on the CPU).
-        BackendUnavailable: an unknown backend, one that cannot run here, or one that takes no filters, or
-            not these processors.
+        BackendUnavailable: an unknown backend, one that cannot run here, or one that lacks the
+            filters, the processors or the rule.
     """
     _validate.check_verify_input(batch)
     rows = _validate.check_rows(logits, "logits", batch, _LOGITS)
     _validate.check_tokens(batch, rows.shape[2])
     temperatures = _validate.check_temperature(temperature, batch)
     filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
+    how = _validate.check_rule(
+        rule, draft_probs, drafting, threshold_single, threshold_acc, batch, rows.shape[2]
+    )
     processors = _validate_processors.check_processors(
         batch,
         rows.shape[2],
@@ -177,12 +239,17 @@ def verify(
         },
         committed_tokens,
     )
-    chosen = _backend(backend, batch.device, filters, processors)
+    chosen = _backend(backend, batch.device, filters, how, processors)
     if not chosen.traits.takes_logits:
         raise BackendUnavailable(f"backend={chosen.name!r} takes probabilities only: use verify_probs")
-    more = _filters(filters, chosen) | _processors(processors, chosen)
+    if str(rows.dtype).removeprefix("torch.") not in chosen.traits.rows_dtypes:
+        takes = " and ".join(chosen.traits.rows_dtypes)
+        raise BackendUnavailable(f"backend={chosen.name!r} takes logits of {takes}, not of {rows.dtype}")
+    more = _more(filters, how, chosen, processors)
     cap = _validate.check_depth_cap(depth_cap, batch)
-    return chosen.verify(batch, rows, temperatures, _coins(coins, generator, batch), cap, **more)
+    return chosen.verify(
+        batch, rows, temperatures, choose_coins(chosen, batch, coins, generator, seeds), cap, **more
+    )
 
 
 def verify_probs(
@@ -193,10 +260,16 @@ def verify_probs(
     backend: str | Backend = "auto",
     depth_cap: int | None = None,
     *,
+    seeds: Any = None,
     top_k: Any = None,
     top_p: Any = None,
     min_p: Any = None,
     filter_order: FilterOrder = "sequential",
+    rule: RuleName = "target_only",
+    draft_probs: Any = None,
+    drafting: Drafting = "fixed",
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
 ) -> VerifyOutput:
     """Verify against the target's probabilities: :func:`verify` with the softmax already taken.
 
@@ -217,6 +290,8 @@ def verify_probs(
 
         depth_cap: as for :func:`verify`.
 
+        seeds: as for :func:`verify`.
+
         top_k: as for :func:`verify`. A request with a filter on is compared with its renormalised law, one
             without with the row as it is.
 
@@ -226,15 +301,28 @@ def verify_probs(
 
         filter_order: as for :func:`verify`.
 
+        rule: as for :func:`verify`.
+
+        draft_probs: as for :func:`verify`.
+
+        drafting: as for :func:`verify`.
+
+        threshold_single: as for :func:`verify`.
+
+        threshold_acc: as for :func:`verify`.
+
     Returns, Raises: as for :func:`verify`.
     """
     _validate.check_verify_input(batch)
     rows = _validate.check_rows(target_probs, "target_probs", batch, ("float32",))
     _validate.check_tokens(batch, rows.shape[2])
     filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
-    chosen = _backend(backend, batch.device, filters)
+    how = _validate.check_rule(
+        rule, draft_probs, drafting, threshold_single, threshold_acc, batch, rows.shape[2]
+    )
+    chosen = _backend(backend, batch.device, filters, how)
     if not chosen.traits.takes_probs:
         raise BackendUnavailable(f"backend={chosen.name!r} takes logits only: use verify")
-    more = _filters(filters, chosen)
+    more = _more(filters, how, chosen)
     cap = _validate.check_depth_cap(depth_cap, batch)
-    return chosen.verify_probs(batch, rows, _coins(coins, generator, batch), cap, **more)
+    return chosen.verify_probs(batch, rows, choose_coins(chosen, batch, coins, generator, seeds), cap, **more)

@@ -11,6 +11,7 @@ from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
 from treeconv.filters import FILTER_ORDERS, Cuts, Filters
 from treeconv.processors import Processors, RequestProcessors
+from treeconv.rules import RATIO_RULES, RULES, Rule
 from treeconv.tree import Coins, DraftTree, as_float_array
 
 if TYPE_CHECKING:
@@ -21,16 +22,34 @@ if TYPE_CHECKING:
 
     from treeconv.filters import FilterOrder
     from treeconv.processors import ProcessorKind
+    from treeconv.rules import RuleName
     from treeconv.tree import VerifyInput
 
-__all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase"]
+__all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase", "round_rows"]
 
 RowsKind = Literal["logits", "probs"]
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+def round_rows(rows: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    """Float32 rows that hold values of the dtype exactly; by truncation to bfloat16, none made infinite."""
+    if dtype == "bfloat16":
+        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    elif dtype == "float16":
+        most = np.float32(np.finfo(np.float16).max)
+        finite = np.where(np.isfinite(rows), rows.clip(-most, most), rows)
+        rows = finite.astype(np.float16).astype(np.float32)
+    return rows
+
+
 def _same_array(left: NDArray[Any], right: NDArray[Any]) -> bool:
     return left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+def _same_optional(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return _same_array(left, right)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +70,8 @@ class Request:
         top_k, top_p, min_p: its filters, as in :class:`~treeconv.filters.Cuts`; off by default.
 
         processors: its bias, bitmask and penalties, of logits only; off by default.
+        draft_probs: ``[n, V]`` float32, the law that each node's children were sampled from, for a rule that
+            reads it; else None.
     """
 
     tree: DraftTree
@@ -62,6 +83,7 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     processors: RequestProcessors = field(default_factory=RequestProcessors)
+    draft_probs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         rows = np.ascontiguousarray(as_float_array(self.rows), np.float32)
@@ -70,6 +92,13 @@ class Request:
             raise InvalidArgument(f"rows.shape={rows.shape}, but must be ({len(self.tree)}, V), V >= 1")
         if accept.shape != (len(self.tree),):
             raise InvalidArgument(f"accept.shape={accept.shape}, but must be ({len(self.tree)},)")
+        if self.draft_probs is not None:
+            draft_probs = np.ascontiguousarray(as_float_array(self.draft_probs), np.float32)
+            if draft_probs.shape != rows.shape:
+                raise InvalidArgument(
+                    f"draft_probs.shape={draft_probs.shape}, but must be {rows.shape}, as rows"
+                )
+            object.__setattr__(self, "draft_probs", draft_probs)
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "accept", accept)
         object.__setattr__(self, "temperature", float(self.temperature))
@@ -87,6 +116,7 @@ class Request:
             and self.cuts() == other.cuts()
             and self.processors == other.processors
             and _same_array(self.rows, other.rows)
+            and _same_optional(self.draft_probs, other.draft_probs)
             and _same_array(self.accept, other.accept)
         )
 
@@ -105,7 +135,7 @@ class Request:
 class CaseTensors:
     """A case as a backend takes it. Padding is filled with traps: rows of NaN, coins of 0.
 
-    ``filters`` and ``processors`` are None where no request has one on.
+    ``filters`` is None where no request has one on, ``rule`` where it is the plain target-only one.
     """
 
     batch: VerifyInput
@@ -115,6 +145,7 @@ class CaseTensors:
     depth_cap: int
     filters: Filters | None = None
     processors: Processors | None = None
+    rule: Rule | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +165,9 @@ class VerifyCase:
             hold values of that dtype exactly.
 
         filter_order: "sequential" or "joint": what top-p measures after top-k, in every request.
+
+        rule: by which the call is verified, one of :data:`treeconv.rules.RULES`. ``chain`` and ``recursive``
+            need every request's ``draft_probs``, the others none; ``chain`` trees of one child a node.
     """
 
     requests: tuple[Request, ...]
@@ -142,6 +176,7 @@ class VerifyCase:
     depth_cap: int | None = None
     rows_dtype: str = "float32"
     filter_order: FilterOrder = "sequential"
+    rule: RuleName = "target_only"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "requests", tuple(self.requests))
@@ -158,6 +193,22 @@ class VerifyCase:
             raise InvalidArgument(f"filter_order={self.filter_order!r}, but must be 'sequential' or 'joint'")
         if self.kind == "probs" and self.processor_kinds:
             raise InvalidArgument("kind='probs', but must be 'logits' where requests have processors")
+        self._check_rule()
+
+    def _check_rule(self) -> None:
+        if self.rule not in RULES:
+            raise InvalidArgument(f"rule={self.rule!r}, but must be one of {', '.join(RULES)}")
+        for index, request in enumerate(self.requests):
+            if (request.draft_probs is None) == (self.rule in RATIO_RULES):
+                needs = "given" if self.rule in RATIO_RULES else "None"
+                raise InvalidArgument(
+                    f"requests[{index}].draft_probs must be {needs} with rule={self.rule!r}"
+                )
+            if self.rule == "chain" and any(len(children) > 1 for children in request.tree.children):
+                raise InvalidArgument(
+                    f"requests[{index}].tree has a node with two children, but must be a chain with"
+                    " rule='chain'"
+                )
 
     @property
     def vocab_size(self) -> int:
@@ -198,6 +249,19 @@ class VerifyCase:
             depth_cap=self.effective_depth_cap,
         )
 
+    def as_logits(self) -> VerifyCase:
+        """The logarithms of a call's probabilities: the same law at T = 1, its zeros -inf."""
+        with np.errstate(divide="ignore"):
+            requests = [
+                replace(request, rows=np.log(request.rows), temperature=1.0) for request in self.requests
+            ]
+        return replace(self, requests=tuple(requests), kind="logits")
+
+    def with_rows_dtype(self, dtype: str) -> VerifyCase:
+        """The call with its logits rounded to another dtype: the case that a backend of that dtype sees."""
+        rounded = [replace(request, rows=round_rows(request.rows, dtype)) for request in self.requests]
+        return replace(self, requests=tuple(rounded), rows_dtype=dtype)
+
     def tensors(self, device: torch.device | str = "cpu") -> CaseTensors:
         """The call's tensors on a device."""
         import torch  # noqa: PLC0415
@@ -223,4 +287,17 @@ class VerifyCase:
             processors=Processors.of(
                 [request.processors for request in self.requests], self.slots, self.vocab_size, device
             ),
+            rule=self._rule_tensors(device),
         )
+
+    def _rule_tensors(self, device: torch.device | str) -> Rule | None:
+        import torch  # noqa: PLC0415
+
+        if self.rule == "target_only":
+            return None
+        if self.rule not in RATIO_RULES:
+            return Rule(self.rule)
+        draft_probs = np.full((len(self.requests), self.slots, self.vocab_size), np.nan, np.float32)
+        for index, request in enumerate(self.requests):
+            draft_probs[index, : len(request.tree)] = request.draft_probs
+        return Rule(self.rule, torch.from_numpy(draft_probs).to(device))

@@ -34,7 +34,7 @@ __all__ = [
     "save_trace",
 ]
 
-SCHEMA = 2  # the newest; a case is written in the oldest that can hold it
+SCHEMA = 3  # the newest; a case is written in the oldest that can hold it
 _LAW = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # it begins a file name
 _ENTRY = ("law", "note", "source", "issue", "backend", "lossless", "thresholds", "parameters", "expected")
 

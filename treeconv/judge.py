@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from treeconv.case import Request, VerifyCase
     from treeconv.filters import FilterOrder
     from treeconv.oracle import TargetRows
+    from treeconv.rules import RuleName
     from treeconv.tree import VerifyOutput
 
 __all__ = ["Observed", "Violation", "explain", "is_ambiguous", "judge", "observe", "target_rows"]
@@ -71,15 +72,19 @@ class Violation(Exception):
     case: VerifyCase | None = None
 
 
-def target_rows(request: Request, kind: str, filter_order: FilterOrder = "sequential") -> TargetRows:
-    """The oracle's view of a request's rows: processors, then filters in the case's ``filter_order``."""
+def target_rows(
+    request: Request, kind: str, filter_order: FilterOrder = "sequential", rule: RuleName = "target_only"
+) -> TargetRows:
+    """The oracle's view of a request's rows: processors, filters in the case's order, the case's rule."""
     cuts = request.cuts(filter_order)
     held = request.processors
     if held.kinds:
-        return oracle.TargetRows.from_processed(request.rows, request.tree, held, request.temperature, cuts)
-    if kind == "probs":
-        return oracle.TargetRows.from_probs(request.rows, cuts)
-    return oracle.TargetRows.from_logits(request.rows, request.temperature, cuts)
+        rows = oracle.TargetRows.from_processed(request.rows, request.tree, held, request.temperature, cuts)
+    elif kind == "probs":
+        rows = oracle.TargetRows.from_probs(request.rows, cuts)
+    else:
+        rows = oracle.TargetRows.from_logits(request.rows, request.temperature, cuts)
+    return rows if rule == "target_only" else rows.under(rule, request.draft_probs)
 
 
 def observe(trees: Sequence[DraftTree], output: VerifyOutput, slots: int) -> list[Observed]:
@@ -187,6 +192,8 @@ def _deciding_number(
     while shared < min(len(got.path), len(want.path)) and got.path[shared] == want.path[shared]:
         shared += 1
     node = want.path[shared - 1]
+    if rows.rule != "target_only":
+        return _deciding_plan(tree, rows, accept, final, node, shared >= depth_cap, got, want)
     tested = oracle.child_tokens(tree, node) if shared < depth_cap else []
     if got.path != want.path:
         coin: float = accept[node]
@@ -204,13 +211,53 @@ def _deciding_number(
             return f"node {node}: token {token} was tested and rejected there, so it is not in the residual"
         if not bounds:
             return f"node {node}: only token {want.tokens[-1]} is left in the residual"
+    return f"node {node}: " + _distance(what, coin, bounds)
+
+
+def _distance(what: str, coin: float, bounds: Sequence[tuple[Any, Any]]) -> str:
     lower, upper = min(bounds, key=lambda bound: abs(float(bound[0]) - coin))
     distance = coin - float(lower)
-    band = float(upper) - float(lower)
+    band = float(upper) - float(lower) if upper != lower else 0.0
     return (
-        f"node {node}: {what} {coin!r} against boundary {float(lower)!r}:"
+        f"{what} {coin!r} against boundary {float(lower)!r}:"
         f" distance {distance:+.3g}, ambiguity band {band:.1g}"
     )
+
+
+def _deciding_plan(
+    tree: DraftTree,
+    rows: TargetRows,
+    accept: Sequence[float],
+    final: float,
+    node: int,
+    is_capped: bool,
+    got: Observed,
+    want: Observed,
+) -> str:
+    """The same for a rule that tests children by their own boundaries, or draws and matches."""
+    plan = rows.plans(tree, node, rows[node], is_capped=is_capped)[0]
+    if got.path == want.path:
+        coin, what = (final, "final coin") if plan.slot is None else (accept[plan.slot], "coin")
+        bounds = plan.bonus.boundaries()
+        if got.tokens[-1] not in plan.bonus.tokens:
+            return (
+                f"node {node}: nothing is left of token {got.tokens[-1]} (p <= q) in what is drawn from there"
+            )
+        return f"node {node}: " + (
+            _distance(what, coin, bounds) if bounds else "only one token is left there"
+        )
+    if plan.slot is not None:
+        return f"node {node}: " + _distance("coin", accept[plan.slot], plan.bonus.boundaries() or [(0, 0)])
+    numbers = []
+    for test in plan.tests:
+        numbers.append((test, accept[test.slot]))
+        if accept[test.slot] < test.best:
+            break
+    if not numbers:
+        return f"node {node}: no child may be accepted here"
+    test, coin = min(numbers, key=lambda pair: abs(float(pair[0].best) - pair[1]))
+    ratio = f"node {node}: child {test.child} is accepted below p/q = {float(test.best):.9g}; coin of node"
+    return f"{ratio} {test.slot}: " + _distance("", coin, [(test.lower, test.upper)]).lstrip()
 
 
 def _masses(rows: TargetRows, node: int, vocab: int) -> str:
@@ -222,6 +269,20 @@ def _masses(rows: TargetRows, node: int, vocab: int) -> str:
         masses = sorted(masses, key=lambda item: -item[1])[:_MAX_LISTED]
         return "p = {" + ", ".join(f"{token}: {mass:.4g}" for token, mass in masses) + ", ...}"
     return "p = {" + ", ".join(f"{token}: {mass:.6g}" for token, mass in masses) + "}"
+
+
+def _tosses(rule: RuleName, tree: DraftTree, node: int) -> bool:
+    """Whether the accept coin of a node's slot is ever looked at."""
+    if rule == "recursive":
+        return node > 0
+    return rule == "draw_and_match" or bool(tree.children[node])
+
+
+def _draft_masses(row: Any) -> str:
+    named = [(token, float(mass)) for token, mass in enumerate(row) if mass != 0]
+    shown = sorted(named, key=lambda item: -item[1])[:_MAX_LISTED] if len(named) > _MAX_LISTED else named
+    more = ", ..." if len(shown) < len(named) else ""
+    return "  q = {" + ", ".join(f"{token}: {mass:.4g}" for token, mass in shown) + more + "}"
 
 
 def _worth_drawing(
@@ -256,11 +317,17 @@ def explain(
     case = violation.case or case
     request: Any = case.requests[violation.request]
     accept, final = violation.coins or (tuple(request.accept.tolist()), request.final)
-    rows = target_rows(request, case.kind, case.filter_order)
+    rows = target_rows(request, case.kind, case.filter_order, case.rule)
+    draft_probs = request.draft_probs
     keep = _worth_drawing(request.tree, rows, accept, final, case.effective_depth_cap, violation.got)
     notes = {
         node: _masses(rows, node, case.vocab_size)
-        + (f"  coin {accept[node]!r}" if request.tree.children[node] else "")
+        + (
+            _draft_masses(draft_probs[node])
+            if draft_probs is not None and request.tree.children[node]
+            else ""
+        )
+        + (f"  coin {accept[node]!r}" if _tosses(case.rule, request.tree, node) else "")
         for node in keep
     }
     picture = request.tree.draw(notes, keep).splitlines()
@@ -271,9 +338,10 @@ def explain(
     filters = f", {cuts}" if cuts.are_on(case.vocab_size) else ""
     if request.processors.kinds:
         filters = f", {request.processors}{filters}"
+    rule = "" if case.rule == "target_only" else f", rule {case.rule}"
     summary = (
         f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"
-        f" {case.rows_dtype}{temperature}{filters}, {case.effective_depth_cap} accept slots,"
+        f" {case.rows_dtype}{temperature}{filters}{rule}, {case.effective_depth_cap} accept slots,"
         f" final coin {final!r}"
     )
     lines = [

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from treeconv import _filter_checks as filter_check
 from treeconv import _law_checks as check
 from treeconv import _processor_checks as processor_check
+from treeconv import _rng_checks as rng_check
+from treeconv import _rule_checks as rule_check
 from treeconv._drive import as_probs
 from treeconv.judge import Violation, explain
 from treeconv.processors import PROCESSORS
@@ -19,9 +21,10 @@ from treeconv.processors import PROCESSORS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from treeconv.backends.base import Backend
+    from treeconv.backends.base import Backend, CoinUse
     from treeconv.case import VerifyCase
     from treeconv.processors import ProcessorKind
+    from treeconv.rules import RuleName
 
 __all__ = ["BACKEND_LAWS", "Law", "law_named", "why_not"]
 
@@ -38,12 +41,18 @@ class Law:
         check: ``(case, backend, device) -> decisions judged``; raises :class:`Violation`.
 
         cases: the kind of case it is about, a key of ``strategies.cases_for``.
+
+        coins: the verifiers it is about, by ``BackendTraits.coins``: most laws are stated in buckets of coins
+            that are handed over.
+        rule: the acceptance rule it is about.
     """
 
     name: str
     meaning: str
     check: Callable[[VerifyCase, Backend, str], int]
     cases: str
+    coins: tuple[CoinUse, ...] = ("bucket",)
+    rule: RuleName = "target_only"
 
     def run(self, case: VerifyCase, backend: Backend, device: str = "cpu") -> int:
         """Judge one case.
@@ -54,7 +63,11 @@ class Law:
         Raises:
             LawBroken: the readable failure.
         """
-        handed = as_probs(case) if case.kind == "logits" and not backend.traits.takes_logits else case
+        handed, dtypes = case, backend.traits.rows_dtypes
+        if case.kind == "logits" and not backend.traits.takes_logits:
+            handed = as_probs(case)
+        elif case.kind == "logits" and case.rows_dtype not in dtypes:
+            handed = case.with_rows_dtype(dtypes[0])
         try:
             return self.check(handed, backend, device)
         except Violation as violation:
@@ -63,7 +76,24 @@ class Law:
             raise error from None
 
 
-_DYADIC = ("dyadic", "dyadic_small", "zero_mass", "filtered", "filtered_roots", "filtered_small")
+_GIVEN: tuple[CoinUse, ...] = ("bucket", "own")  # coins are given, whatever is done with them
+_ANY: tuple[CoinUse, ...] = ("bucket", "own", "seeds", "generator")
+_DYADIC = (
+    "dyadic",
+    "dyadic_small",
+    "zero_mass",
+    "filtered",
+    "filtered_roots",
+    "filtered_small",
+    "chain_rule",
+    "chain_drafts",
+    "chain_fixed",
+    "recursive_rule",
+    "recursive_drafts",
+    "recursive_fixed",
+    "match_rule",
+    "match_drafts",
+)
 _FILTERED = (
     "filtered",
     "filtered_roots",
@@ -81,6 +111,13 @@ _PROCESSED: dict[str, tuple[ProcessorKind, ...]] = {
 
 def why_not(law: Law, backend: Backend) -> str | None:
     """Why a law does not apply to a backend, or None where it does."""
+    if backend.traits.coins not in law.coins:
+        return {
+            "bucket": "about verifiers that draw their own coins",
+            "own": "stated in buckets of coins, which the backend spends in a way of its own",
+        }.get(backend.traits.coins, "stated in coins that are given, but the backend draws its own")
+    if law.rule not in backend.traits.rules:
+        return f"the backend does not claim the rule {law.rule}"
     if law.cases in _FILTERED and not backend.traits.takes_filters:
         return "the backend takes no filters (top-k, top-p, min-p)"
     if missing := set(_PROCESSED.get(law.cases, ())) - set(backend.traits.takes_processors):
@@ -122,12 +159,14 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "an emitted token has p > 0 for every coin in [0, 1]",
         check.positive_mass,
         "zero_mass",
+        _GIVEN,
     ),
     Law(
         "positive-mass-logits",
         "a token with logit -inf is never emitted, for every coin in [0, 1]",
         check.positive_mass,
         "zero_mass_logits",
+        _GIVEN,
     ),
     Law(
         "outcome-law",
@@ -146,6 +185,7 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "temperature 0 is the lowest-index argmax whatever the coins, and tiny temperatures approach it",
         check.greedy,
         "logits",
+        _GIVEN,
     ),
     Law("chain", "a tree of width 1 is a linear draft: keep tokens while coin < p", check.chain, "chains"),
     Law(
@@ -178,12 +218,47 @@ BACKEND_LAWS: tuple[Law, ...] = (
         check.purity,
         "batches",
     ),
-    Law("determinism", "the same call gives the same bits", check.determinism, "batches"),
+    Law("determinism", "the same call gives the same bits", check.determinism, "batches", _GIVEN),
     Law(
         "bad-rows",
         "a visited row of NaN, +inf or only -inf is reported for its own request, and only there",
         check.bad_rows,
         "bad_rows",
+    ),
+    Law(
+        "sampled-law",
+        "over coins that are drawn, not given, each next token comes as often as the target's law says",
+        rng_check.sampled_law,
+        "drawn",
+        _ANY,
+    ),
+    Law(
+        "sampled-law-logits",
+        "the same from logits, at every temperature",
+        rng_check.sampled_law,
+        "logits",
+        _ANY,
+    ),
+    Law(
+        "fresh-coins",
+        "coins of other seeds, steps, calls and requests, and of one text, are drawn independently",
+        rng_check.fresh_coins,
+        "drawn",
+        _ANY,
+    ),
+    Law(
+        "seeded-text",
+        "a seed and a position fix a request's text, in any batch, at any place, under any padding",
+        rng_check.seeded_text,
+        "drawn",
+        _ANY,
+    ),
+    Law(
+        "ranks-agree",
+        "every rank draws the same coins from the same seed, and so commits the same tokens",
+        rng_check.ranks_agree,
+        "drawn",
+        _ANY,
     ),
     Law(
         "critical-cuts",
@@ -229,7 +304,7 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "masks",
-        "a token forbidden after a node has no mass there, a biased one its biased mass: drafts and bonus alike",
+        "a token forbidden after a node has no mass there, a biased one its biased mass: drafts and bonus",
         processor_check.processed,
         "masked",
     ),
@@ -283,7 +358,7 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "commit-parity",
-        "a drafted token counts like a committed one: below a node the walk is that of a step which starts there",
+        "a drafted token counts like a committed one: below a node the walk is that of a step from there",
         processor_check.commit_parity,
         "penalised",
     ),
@@ -292,6 +367,117 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "temperature, top-k, top-p and min-p come after bias, bitmask and penalties",
         processor_check.processed,
         "processed_filtered",
+    ),
+    Law(
+        "most-accepted",
+        "on a fixed tree no other exact rule accepts more drafts than target-only",
+        rule_check.most_accepted,
+        "dyadic_small",
+    ),
+    Law(
+        "chain-rule",
+        "a child sampled from q is kept iff coin * q < p, else the bonus comes from relu(p - q)",
+        rule_check.decisions,
+        "chain_rule",
+        rule="chain",
+    ),
+    Law(
+        "chain-rule-logits",
+        "from logits, the same within the ambiguity band of float32",
+        rule_check.decisions,
+        "chain_rule_logits",
+        rule="chain",
+    ),
+    Law(
+        "chain-rule-purity",
+        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        rule_check.purity,
+        "chain_rule",
+        rule="chain",
+    ),
+    Law(
+        "chain-rule-outcome",
+        "over all drafts sampled from q and all coins the next token has the target's law",
+        rule_check.outcome_over_drafts,
+        "chain_drafts",
+        rule="chain",
+    ),
+    Law(
+        "chain-on-fixed-draft",
+        "forced on a fixed draft min(1, p/q) shows its exact bias: why that pairing is refused",
+        rule_check.fixed_draft,
+        "chain_fixed",
+        rule="chain",
+    ),
+    Law(
+        "chain-accepted-length",
+        "a sampled chain keeps the sum over drafts of prod min(p, q) tokens on average",
+        rule_check.accepted_over_drafts,
+        "chain_drafts",
+        rule="chain",
+    ),
+    Law(
+        "recursive-rule",
+        "siblings sampled without replacement are tested in turn, p and q renormalised after each",
+        rule_check.decisions,
+        "recursive_rule",
+        rule="recursive",
+    ),
+    Law(
+        "recursive-rule-logits",
+        "from logits, the same within the ambiguity band of float32",
+        rule_check.decisions,
+        "recursive_rule_logits",
+        rule="recursive",
+    ),
+    Law(
+        "recursive-rule-purity",
+        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        rule_check.purity,
+        "recursive_rule",
+        rule="recursive",
+    ),
+    Law(
+        "recursive-rule-outcome",
+        "over all drafts sampled from q and all coins the next token has the target's law",
+        rule_check.outcome_over_drafts,
+        "recursive_drafts",
+        rule="recursive",
+    ),
+    Law(
+        "recursive-on-fixed-draft",
+        "forced on a fixed draft min(1, p/q) shows its exact bias: why that pairing is refused",
+        rule_check.fixed_draft,
+        "recursive_fixed",
+        rule="recursive",
+    ),
+    Law(
+        "match-rule",
+        "each visited node's own coin draws from its law, and a drafted token is followed",
+        rule_check.decisions,
+        "match_rule",
+        rule="draw_and_match",
+    ),
+    Law(
+        "match-rule-logits",
+        "from logits, the same within the ambiguity band of float32",
+        rule_check.decisions,
+        "match_rule_logits",
+        rule="draw_and_match",
+    ),
+    Law(
+        "match-rule-purity",
+        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        rule_check.purity,
+        "match_rule",
+        rule="draw_and_match",
+    ),
+    Law(
+        "match-rule-outcome",
+        "drawing and matching, the text has the target's law whatever was drafted",
+        check.outcome_law,
+        "match_drafts",
+        rule="draw_and_match",
     ),
 )
 

@@ -58,7 +58,8 @@ def why_not_judged(entry: CorpusEntry, backend: Backend | None) -> str | None:
             return "the case holds probabilities, and the backend takes logits only"
         if getattr(entry.case, "is_filtered", False) and not traits.takes_filters:
             return "the case has filters, and the backend takes none"
-        if missing := getattr(entry.case, "processor_kinds", frozenset()) - set(traits.takes_processors):
+        needed: frozenset[str] = getattr(entry.case, "processor_kinds", frozenset())
+        if missing := needed - set(traits.takes_processors):
             return f"the case has processors ({', '.join(sorted(missing))}), and the backend takes none"
     return why_not(law, backend)
 
@@ -200,7 +201,7 @@ def replay_trace(
 
     def check(case: VerifyCase, backend: Backend, device: str) -> int:
         subject = case.requests[0]
-        rows = target_rows(subject, case.kind, case.filter_order)
+        rows = target_rows(subject, case.kind, case.filter_order, case.rule)
         cap = case.effective_depth_cap
         own = (subject.accept.tolist(), subject.final)
         sweep = oracle.sweep_coins(subject.tree, rows, cap, max_final=4)

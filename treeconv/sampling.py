@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeconv._validate import check_int
+from treeconv._validate import as_int64, check_int
 from treeconv.errors import InvalidArgument
+from treeconv.philox import philox4x32
 from treeconv.tree import Coins, RowStatus, as_float_array
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def processed_logits(
     Returns:
         ``[vocab]`` float32. A forbidden token has -inf, whatever its logit was.
     """
-    row = logits.copy()
+    row: NDArray[np.float32] = logits.copy()
     tokens, counts = np.unique([t for t in seen if 0 <= t < row.size], return_counts=True)
     tokens = tokens.astype(np.int64)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -144,23 +145,24 @@ def filtered_probs(probs: NDArray[np.float32], cuts: Cuts) -> NDArray[np.float32
     return result
 
 
-def draw_coins(seeds: Sequence[int], positions: Sequence[int], num_draft_tokens: int) -> Coins:
+def draw_coins(seeds: Any, positions: Any, num_draft_tokens: int) -> Coins:
     """Fresh coins for one verification step, a function of (seed, position, node) and nothing else.
 
-    Request ``b``'s coins do not depend on its place in the batch, on the batch, nor on padding; another
-    position (committed length) or seed gives independent ones. Counter-based Philox (Salmon et al.,
-    "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by the seed, the position as counter.
+    Request ``b``'s coins do not depend on its place in the batch, on the batch, on padding, on the rank nor
+    on the device; another position (committed length) or seed gives independent ones. Philox4x32-10
+    (:mod:`treeconv.philox`), keyed by the seed; position and node are the counter.
 
     Args:
-        seeds: ``[B]`` integers in [0, 2**64), one stream per request.
+        seeds: ``[B]`` integers in [0, 2**64), one stream per request; or an int64 tensor of their 64 bits.
 
         positions: ``[B]`` integers in [0, 2**64), the committed length at this step: never used twice per
-            seed.
+            seed; or an int64 tensor on the seeds' device.
 
         num_draft_tokens: N >= 1, slots per request.
 
     Returns:
-        ``Coins`` of NumPy float32 in [0, 1), multiples of 2**-24: ``accept [B, N]``, ``final [B]``.
+        ``Coins`` of float32 in [0, 1), multiples of 2**-24: ``accept [B, N]``, ``final [B]``. NumPy arrays;
+        tensors on the seeds' device where those are a tensor (nothing waits for it, and a graph can hold it).
 
     Raises:
         InvalidArgument: lengths that differ, or values out of range.
@@ -170,15 +172,28 @@ def draw_coins(seeds: Sequence[int], positions: Sequence[int], num_draft_tokens:
         raise InvalidArgument(
             f"len(seeds)={len(seeds)} and len(positions)={len(positions)}, but must be equal"
         )
-    accept = np.empty((len(seeds), num_draft_tokens), np.float32)
-    final = np.empty(len(seeds), np.float32)
-    for index, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-        for name, value in ((f"seeds[{index}]", seed), (f"positions[{index}]", position)):
-            if check_int(value, name, 0) >= 2**64:
-                raise InvalidArgument(f"{name}={value!r}, but must be below 2**64")
-        # Word 1 of the counter is the position: 2**64 blocks of room per position in word 0.
-        philox = np.random.Philox(key=seed, counter=[0, position, 0, 0])
-        draws = np.random.Generator(philox).random(num_draft_tokens + 1, dtype=np.float32)
-        final[index] = draws[0]  # first, so that padding does not move it
-        accept[index] = draws[1:]
-    return Coins(accept=accept, final=final)
+    blocks = num_draft_tokens // 4 + 1  # N + 1 coins, four in each; the final one first: padding moves none
+    if hasattr(seeds, "is_cuda"):
+        return _draw_tensors(seeds, positions, num_draft_tokens, blocks)
+    block, none = np.arange(blocks)[None], np.zeros((1, 1), np.int64)
+    step = _split(as_int64(positions, "positions")[:, None])
+    words = philox4x32((block, none, *step), _split(as_int64(seeds, "seeds")[:, None]))
+    draws = np.stack(words, axis=-1).reshape(len(seeds), -1) >> 8
+    coins = draws.astype(np.float32) * np.float32(2.0**-24)
+    accept = np.ascontiguousarray(coins[:, 1 : num_draft_tokens + 1])
+    return Coins(accept=accept, final=np.ascontiguousarray(coins[:, 0]))
+
+
+def _draw_tensors(seeds: Any, positions: Any, num_draft_tokens: int, blocks: int) -> Coins:
+    import torch  # noqa: PLC0415
+
+    block = torch.arange(blocks, device=seeds.device)[None]
+    counter = (block, torch.zeros_like(block), *_split(positions[:, None]))
+    words = philox4x32(counter, _split(seeds[:, None]))
+    draws = (torch.stack(words, dim=-1).view(len(seeds), -1) >> 8).float() * 2.0**-24
+    return Coins(accept=draws[:, 1 : num_draft_tokens + 1].contiguous(), final=draws[:, 0].contiguous())
+
+
+def _split(values: Any) -> tuple[Any, Any]:
+    """The low and the high 32 bits of int64."""
+    return values & 0xFFFFFFFF, (values >> 32) & 0xFFFFFFFF

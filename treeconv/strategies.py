@@ -8,27 +8,22 @@ zero mass, -inf, huge and tiny temperatures, T = 0 beside T = 2, coins at and be
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from treeconv._processor_strategies import calm_logits, processors_for, seeded_processors
-from treeconv.case import Request, VerifyCase
+from treeconv.case import Request, VerifyCase, round_rows
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
 from treeconv.filters import FILTER_ORDERS
-from treeconv.processors import PROCESSORS
 from treeconv.tree import DraftTree, VerifyInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from hypothesis.strategies import DrawFn, SearchStrategy
     from numpy.typing import NDArray
-
-    from treeconv.processors import ProcessorKind
 
 __all__ = [
     "cases_for",
@@ -36,7 +31,6 @@ __all__ = [
     "draft_trees",
     "dyadic_rows",
     "filters_for",
-    "processors_for",
     "target_logits",
     "temperatures",
     "tree_batches",
@@ -55,12 +49,13 @@ _SHAPES: dict[str, Callable[[int, int, int], int]] = {
 }
 
 _NICE_LOGITS = (0.0, 1.0, -1.0, 2.0, 0.5, -math.inf, 5.0, 10.0, -10.0, 30.0, -80.0, 100.0, 30000.0, -30000.0)
-_USUAL, _SMALL, _FAR = (
+_USUAL, _SMALL, _TINY, _FAR = (
     (1.0, 0.0, 0.5, 2.0, 0.6, 0.8, 0.01),
     (0.005, 0.002, 1e-3, 1e-4),
-    (1e-6, 1e-40, 100.0, 2.0**99),
+    (1e-6, 1e-40),
+    (100.0, 2.0**99),
 )
-_NICE_TEMPERATURES = (*_USUAL, *_SMALL, *_FAR)
+_NICE_TEMPERATURES = (*_USUAL, *_SMALL, *_TINY, *_FAR)
 _LEAST_SCALED = 1e-7  # below it, the products would be subnormal
 _LAST_COIN = float(np.float32(1 - 2**-24))
 
@@ -170,15 +165,6 @@ def temperatures(*, min_temperature: float = 0.0, max_temperature: float = 1e30)
     return st.one_of(options)
 
 
-def _rounded(rows: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
-    """Float32 rows that hold values of the dtype exactly."""
-    if dtype == "bfloat16":  # to its 8 bits by truncation
-        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    elif dtype == "float16":
-        rows = rows.astype(np.float16).astype(np.float32)
-    return rows
-
-
 @st.composite
 def target_logits(
     draw: DrawFn,
@@ -198,15 +184,18 @@ def target_logits(
     """
     nice = [x for x in _NICE_LOGITS if allow_neg_inf or x > -math.inf]
     # 1/16 steps up to 16: exact in every dtype; the odd fractions come from the float32 branch.
-    steps = st.integers(-256, 256).map(lambda k: k / 16)
-    elements = st.one_of(st.sampled_from(nice), steps)
+    # Half of the laws are flat: among logits so far apart that one token has it all, little can go wrong.
+    reach = draw(st.sampled_from([16, 2]), label="reach")
+    elements: SearchStrategy[float] = st.integers(-16 * reach, 16 * reach).map(lambda k: k / 16)
+    if reach > 2:
+        elements = st.one_of(st.sampled_from(nice), elements)
     if dtype == "float32":
-        elements = st.one_of(elements, st.floats(-20, 20, width=32, allow_subnormal=False))
+        elements = st.one_of(elements, st.floats(-reach, reach, width=32, allow_subnormal=False))
     rows = np.array(
         [draw(st.lists(elements, min_size=vocab_size, max_size=vocab_size)) for _ in range(num_nodes)],
         np.float32,
     ).reshape(num_nodes, vocab_size)
-    rows = _rounded(rows, dtype)
+    rows = round_rows(rows, dtype)
     for node in range(num_nodes if allow_neg_inf else 0):
         if draw(st.integers(0, 3), label="grammar mask?") == 3:
             rows[node, list(draw(st.sets(st.integers(0, vocab_size - 1))))] = -np.inf
@@ -266,6 +255,18 @@ def _spread_coins(draw: DrawFn, count: int) -> NDArray[np.float32]:
     if seed == 0:
         return np.full(count, 0.5, np.float32)
     return np.random.default_rng(seed).random(count, dtype=np.float32)
+
+
+def _give_mass_to_drafts(tree: DraftTree, rows: NDArray[np.float32]) -> None:
+    """Trade a draft without mass for the likeliest token that is none, so that walks go deep."""
+    for node, kids in enumerate(tree.children):
+        tokens = [tree.token_ids[kid] for kid in kids]
+        for token in tokens:
+            others = rows[node].copy()
+            others[tokens] = 0
+            likeliest = int(others.argmax())
+            if rows[node, token] == 0 < others[likeliest]:
+                rows[node, [token, likeliest]] = rows[node, [likeliest, token]]
 
 
 def _edges(values: NDArray[np.float64], step: float | None) -> list[float]:
@@ -343,8 +344,6 @@ def verify_cases(
     shapes: Sequence[str] = tuple(_SHAPES),
     allow_depth_cap: bool = True,
     allow_filters: bool = False,
-    processors: Sequence[ProcessorKind] = (),
-    allow_empty: bool = False,
     rows_dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
 ) -> VerifyCase:
     """Whole verification calls: trees, rows, temperatures and coins.
@@ -355,11 +354,8 @@ def verify_cases(
     * ``max_bits``: dyadic masses are multiples of ``2**-max_bits``.
     * ``allow_depth_cap``: whether some calls cap the accepted path below the tree's depth.
     * ``allow_filters``: whether most requests carry top-k, top-p or min-p, in one of the two orders.
-    * ``processors``: those that most requests carry, of logits only.
-    * ``allow_empty``: whether they may forbid every token after a node.
 
-    Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5, no filters,
-    no processors.
+    Shrinks towards one root over one token, logits 0 or all mass on token 0, T = 1, coins 0.5, no filters.
     """
     _check_bounds("requests", min_requests, max_requests, 1)
     _check_bounds("vocab", min_vocab, max_vocab, 1)
@@ -370,25 +366,20 @@ def verify_cases(
     for _ in range(count):
         tree = draw(draft_trees(max_nodes=max_nodes, vocab_size=vocab, shapes=shapes))
         if kind == "logits":
-            calm = processors and draw(st.integers(0, 3), label="calm logits?") < 3
-            rows = draw(calm_logits(tree, vocab) if calm else target_logits(len(tree), vocab, dtype=dtype))
+            rows = draw(target_logits(len(tree), vocab, dtype=dtype))
             # The usual ones again, so that a batch often holds greedy beside sampled requests.
-            usual = [st.sampled_from([1.0, 0.0, 2.0])] * (3 if processors else 1)
-            temperature = draw(st.one_of(*usual, temperatures()))
+            usual, small = st.sampled_from([1.0, 0.0, 2.0]), st.sampled_from([0.01, *_SMALL, *_TINY])
+            temperature = float(np.float32(draw(st.one_of(usual, temperatures(), small))))
             # Logits a few temperatures apart: else every small temperature is as good as greedy.
             if _LEAST_SCALED <= temperature <= 0.1 and draw(st.integers(0, 2), label="scale?"):
-                rows = _rounded(rows * np.float32(temperature), dtype)
+                rows = round_rows(rows * np.float32(temperature), dtype)
         else:
             min_bits = min(2, max_bits) if allow_filters else 1  # a filter wants something to cut
             rows = draw(dyadic_rows(len(tree), vocab, min_bits=min_bits, max_bits=max_bits))
+            if draw(st.booleans(), label="likely drafts?"):
+                _give_mass_to_drafts(tree, rows)
             temperature = 1.0
-        filters: dict[str, Any] = {}
-        if allow_filters:
-            filters = draw(filters_for(rows, temperature if kind == "logits" else None))
-        if processors:
-            held = processors_for(tree, rows, processors, allow_empty=allow_empty)
-            filters["processors"] = draw(held)
-            rows = _rounded(rows, dtype)
+        filters = draw(filters_for(rows, temperature if kind == "logits" else None)) if allow_filters else {}
         request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
         requests.append(request)
     cap = None
@@ -406,8 +397,9 @@ def _bad_row_cases(draw: DrawFn) -> VerifyCase:
     for request in case.requests:
         rows = request.rows.copy()
         for node in range(len(request.tree)):
-            what = draw(st.sampled_from(["fine", "fine", "fine", "nan", "inf", "empty"]))
-            place = draw(st.integers(0, case.vocab_size - 1)) if what != "fine" else 0
+            what = draw(st.sampled_from(["fine", "fine", "nan", "inf", "empty"]))
+            last = case.vocab_size - 1  # in the tail of the last block, often
+            place = draw(st.one_of(st.integers(0, last), st.just(last))) if what != "fine" else 0
             if what == "empty":
                 rows[node] = -np.inf
             elif what != "fine":
@@ -417,14 +409,12 @@ def _bad_row_cases(draw: DrawFn) -> VerifyCase:
 
 
 @st.composite
-def _wide_cases(
-    draw: DrawFn, *, allow_filters: bool = False, processors: Collection[ProcessorKind] = ()
-) -> VerifyCase:
+def _wide_cases(draw: DrawFn, *, allow_filters: bool = False) -> VerifyCase:
     """Trees of up to 70 nodes (siblings beyond a warp) over vocabularies beyond any block size.
 
     The rows come from one drawn seed: thousands of drawn numbers would be slow, and shrink no better.
     """
-    vocab = draw(st.sampled_from([16, 257, 1031, 4099, *([33, 64] if processors else [])]), label="vocab")
+    vocab = draw(st.sampled_from([16, 257, 1031, 4099]), label="vocab")
     tree = draw(draft_trees(max_nodes=70, vocab_size=vocab, shapes=["star", "chain", "random", "best-first"]))
     rng = np.random.default_rng(draw(st.integers(0, 2**16), label="rows"))
     peakedness = draw(st.sampled_from([1.0, 3.0, 8.0]), label="peakedness")
@@ -433,57 +423,54 @@ def _wide_cases(
         rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
     temperature = draw(temperatures(), label="temperature")
     filters = draw(filters_for(rows, temperature)) if allow_filters else {}
-    if processors:
-        filters["processors"] = seeded_processors(rng, tree, vocab, processors)
     order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else FILTER_ORDERS[0]
     request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
     return VerifyCase(requests=(request,), filter_order=order)
-
-
-def _as_logits(case: VerifyCase) -> VerifyCase:
-    """The logarithms of a case's probabilities: the same law at T = 1, its zeros -inf."""
-    with np.errstate(divide="ignore"):
-        requests = [replace(request, rows=np.log(request.rows)) for request in case.requests]
-    return replace(case, requests=tuple(requests), kind="logits")
 
 
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
     * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows, wide;
+      drawn (dyadic, few outcomes: for verifiers that draw their own coins);
       with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
-      filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters; with processors:
-      masked (bias and bitmask), masked_batches, masked_wide, forbidden_rows (all tokens after some nodes);
-      penalised (all three), penalised_batches, penalised_wide; processed_filtered.
+      filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters; by another rule
+      than target-only: the keys of ``rule_strategies.RULE_CASES``; with processors: those of
+      ``processor_strategies.PROCESSOR_CASES``.
     """
-    masks: dict[str, Any] = {"max_nodes": 6, "min_vocab": 2, "processors": ("bias", "bitmask")}
-    penalties: dict[str, Any] = {**masks, "processors": PROCESSORS}
     filtered: dict[str, Any] = {"max_nodes": 5, "min_vocab": 2, "allow_filters": True}
     strategies: dict[str, Any] = {
         "logits": lambda: verify_cases(max_requests=2),
         "dyadic": lambda: verify_cases(kind="probs"),
         "dyadic_small": lambda: verify_cases(kind="probs", max_nodes=5, max_vocab=4, allow_depth_cap=False),
-        "zero_mass_logits": lambda: verify_cases(kind="probs", max_bits=2).map(_as_logits),
+        "zero_mass_logits": lambda: verify_cases(kind="probs", max_bits=2).map(VerifyCase.as_logits),
         "zero_mass": lambda: verify_cases(kind="probs", max_bits=2),
         "chains": lambda: verify_cases(shapes=["chain"]),
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
         "bad_rows": _bad_row_cases,
         "wide": _wide_cases,
+        "drawn": lambda: verify_cases(
+            kind="probs",
+            max_requests=3,
+            max_nodes=6,
+            min_vocab=2,
+            max_vocab=5,
+            max_bits=4,
+            allow_depth_cap=False,
+        ),
         "filtered": lambda: verify_cases(kind="probs", max_requests=2, **filtered),
         "filtered_roots": lambda: verify_cases(kind="probs", max_nodes=1, min_vocab=2, max_bits=4),
         "filtered_small": lambda: verify_cases(kind="probs", **{**filtered, "max_nodes": 4, "max_vocab": 6}),
         "filtered_logits": lambda: verify_cases(max_requests=2, **filtered),
         "filtered_batches": lambda: verify_cases(min_requests=2, max_requests=4, **filtered),
         "filtered_wide": lambda: _wide_cases(allow_filters=True),
-        "masked": lambda: verify_cases(max_requests=2, **masks),
-        "masked_batches": lambda: verify_cases(min_requests=2, max_requests=4, **masks),
-        "masked_wide": lambda: _wide_cases(processors=("bias", "bitmask")),
-        "forbidden_rows": lambda: verify_cases(max_requests=3, **masks, allow_empty=True),
-        "penalised": lambda: verify_cases(max_requests=2, **penalties),
-        "penalised_batches": lambda: verify_cases(min_requests=2, max_requests=4, **penalties),
-        "penalised_wide": lambda: _wide_cases(processors=PROCESSORS),
-        "processed_filtered": lambda: verify_cases(**penalties, allow_filters=True),
     }
+    if kind not in strategies:
+        # Which are made of what is here.
+        from treeconv.processor_strategies import PROCESSOR_CASES  # noqa: PLC0415
+        from treeconv.rule_strategies import RULE_CASES  # noqa: PLC0415
+
+        strategies |= RULE_CASES | PROCESSOR_CASES
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")
     strategy: SearchStrategy[VerifyCase] = strategies[kind]()

@@ -266,8 +266,15 @@ def _without(request: Request, gone: Sequence[int]) -> Request | None:
         tree = DraftTree(tuple(parents), tuple(request.tree.token_ids[node] for node in kept))
     except InvalidTree:
         return None
-    held = request.processors.at_nodes(kept)
-    return replace(request, tree=tree, rows=request.rows[kept], accept=request.accept[kept], processors=held)
+    draft_probs = None if request.draft_probs is None else request.draft_probs[kept]
+    return replace(
+        request,
+        tree=tree,
+        rows=request.rows[kept],
+        accept=request.accept[kept],
+        draft_probs=draft_probs,
+        processors=request.processors.at_nodes(kept),
+    )
 
 
 def save_failure(error: LawBroken, directory: Path = FAILURES) -> Path | None:

@@ -41,7 +41,10 @@ class TreeLaw:
             LawBroken: the readable failure.
         """
         try:
-            self.check(trees, num_draft_tokens, prefix_lens)
+            try:
+                self.check(trees, num_draft_tokens, prefix_lens)
+            except InvalidTree as error:  # of ours: a conversion refused what another made of a right tree
+                raise Violation(0, f"refused: {error}", "the tree itself") from None
         except Violation as violation:
             lines = [
                 f"law broken: {self.name}",

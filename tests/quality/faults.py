@@ -1,8 +1,8 @@
 """Deliberately wrong verifiers, one fault each: the provers are tested on them.
 
 :class:`Sampler` is right, small and open: every step of the walk is a method, and a fault overrides one.
-To add a fault: subclass, decorate with :func:`fault`, name its kind (``/work/shared/known-faults.md``'s K1 to
-K13, listed in ``KINDS``) and the laws that must kill it.
+To add a fault: subclass, decorate with ``fault``, name its kind (``registry.KINDS``) and the laws that must
+kill it. ``variant_faults.py`` has faults that are seldom seen; ``registry.py`` lists all modules of faults.
 """
 
 from dataclasses import dataclass
@@ -10,25 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from registry import planting
 
 from treeconv.backends.base import BackendTraits
 from treeconv.sampling import row_status, target_probs
 from treeconv.tree import RowStatus, VerifyOutput
 
-KINDS = {
-    "K1": "zero-mass tokens, edges of the distribution, coins at 0 and 1",
-    "K2": "acceptance uses a proposal law the draft did not follow",
-    "K3": "temperature lost or applied differently",
-    "K4": "residual or bonus token from the wrong row or law",
-    "K5": "coins reused, mixed up or ignored",
-    "K6": "tree layout: children lost or in another order",
-    "K7": "rows of other nodes, by mask or position",
-    "K8": "ragged batches, padding, per-request values",
-    "K9": "committing the accepted path: counts, caps, slots",
-    "K10": "stale or overwritten buffers",
-    "K11": "NaN, tiny temperatures, ties",
-    "K12": "index overflow",
-}
+FAULTS, fault = planting()
 
 
 @dataclass
@@ -180,43 +168,6 @@ class Sampler:  # its steps take all that a fault may want to look at
     def commit(self, walk, path, bonus):
         """Nodes, count and tokens as they are written to the output."""
         return path, len(path) - 1, [*(walk.tokens[node] for node in path[1:]), bonus]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A wrong verifier.
-
-    Args:
-        name: says what is wrong.
-
-        kind: K1 to K12.
-
-        killed_by: laws that must kill it, each alone, within the default number of cases.
-
-        sampler: its class, made anew for each law: some keep state.
-    """
-
-    name: str
-    kind: str
-    killed_by: tuple
-    sampler: type
-
-    def make(self):
-        made = self.sampler()
-        made.name = self.name
-        return made
-
-
-FAULTS: list[Fault] = []
-
-
-def fault(kind, *killed_by):
-    def register(sampler):
-        name = "".join("-" + c.lower() if c.isupper() else c for c in sampler.__name__).lstrip("-")
-        FAULTS.append(Fault(name, kind, killed_by, sampler))
-        return sampler
-
-    return register
 
 
 # --- K1: zero mass and edges --------------------------------------------------------------------------

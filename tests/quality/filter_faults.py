@@ -6,6 +6,7 @@ no code with the backends.
 
 import numpy as np
 import torch
+from registry import planting
 
 from treeconv.backends.base import BackendTraits
 from treeconv.filters import Cuts
@@ -179,21 +180,10 @@ RIGHT = [FilterSampler, Renormalising, Complement, Pivot]
 
 # --- wrong --------------------------------------------------------------------------------------------
 
-FAULTS = []
+FAULTS, fault = planting()
 
 
-def fault(*laws):
-    """Register a fault and the laws that must kill it."""
-
-    def register(cls):
-        cls.name, cls.killed_by = cls.__name__, laws
-        FAULTS.append(cls)
-        return cls
-
-    return register
-
-
-@fault("filters")  # from logits too, but not in every 200 cases
+@fault("K3", "filters")  # from logits too, but not in every 200 cases
 class MinPForTheBonusOnly(FilterSampler):  # B18, vllm#42744
     def laws(self, request, row):
         cuts = self.filters[request]
@@ -205,19 +195,19 @@ class MinPForTheBonusOnly(FilterSampler):  # B18, vllm#42744
         return tested, drawn
 
 
-@fault("filters", "filters-logits", "filters-wide", "filter-parity")
+@fault("K3", "filters", "filters-logits", "filters-wide", "filter-parity")
 class NoFiltersForChildren(FilterSampler):
     def laws(self, request, row):
         return self.softmax(request, row), super().laws(request, row)[1]
 
 
-@fault("critical-cuts", "filters", "filters-wide")
+@fault("K3", "critical-cuts", "filters", "filters-wide")
 class NoFiltersForTheBonus(FilterSampler):
     def laws(self, request, row):
         return super().laws(request, row)[0], self.softmax(request, row)
 
 
-@fault("critical-cuts", "filters", "filters-logits")
+@fault("K3", "critical-cuts", "filters", "filters-logits")
 class CrossingTokenDropped(FilterSampler):  # B20, flashinfer#2202
     def by_p(self, falling, cuts):
         if cuts.top_p == 1:
@@ -226,7 +216,7 @@ class CrossingTokenDropped(FilterSampler):  # B20, flashinfer#2202
         return int((np.cumsum(falling, dtype=np.float64) <= cuts.top_p * total).sum())
 
 
-@fault("critical-cuts")
+@fault("K3", "critical-cuts")
 class OneMoreWhereTheSumIsExact(FilterSampler):  # `before <= p`: what SGLang's torch sampler keeps
     def by_p(self, falling, cuts):
         if cuts.top_p == 1:
@@ -235,56 +225,56 @@ class OneMoreWhereTheSumIsExact(FilterSampler):  # `before <= p`: what SGLang's 
         return int((before <= cuts.top_p * self.measured(falling, cuts).sum(dtype=np.float64)).sum())
 
 
-@fault("critical-cuts", "filters")
+@fault("K3", "critical-cuts", "filters")
 class TiesAllKept(FilterSampler):  # B19, flashinfer PR#3774
     def by_k(self, falling, cuts):
         k = min(cuts.top_k or falling.size, falling.size)
         return int((falling >= falling[k - 1]).sum())
 
 
-@fault("critical-cuts", "filters-logits")
+@fault("K3", "critical-cuts", "filters-logits")
 class HighestIdWinsTies(FilterSampler):
     def order(self, law):
         return np.lexsort((-np.arange(law.size), -law))
 
 
-@fault("critical-cuts", "filter-parity")
+@fault("K3", "critical-cuts", "filter-parity")
 class OneTooFewAtTopK(FilterSampler):
     def by_k(self, falling, cuts):
         return falling.size if cuts.top_k is None else max(1, cuts.top_k - 1)
 
 
-@fault("critical-cuts")
+@fault("K3", "critical-cuts")
 class JointInsteadOfSequential(FilterSampler):  # B17; also: top-p before top-k
     def measured(self, falling, cuts):
         return super().measured(falling, Cuts(cuts.top_k, order="joint"))
 
 
-@fault("critical-cuts")
+@fault("K3", "critical-cuts")
 class SequentialInsteadOfJoint(FilterSampler):  # B17, sglang PR#36173
     def measured(self, falling, cuts):
         return falling[: self.by_k(falling, cuts)]
 
 
-@fault("critical-cuts")
+@fault("K3", "critical-cuts")
 class MinPBeforeTopP(FilterSampler):
     def measured(self, falling, cuts):
         return super().measured(falling, cuts)[: self.by_min(falling, cuts)]
 
 
-@fault("critical-cuts")
+@fault("K3", "critical-cuts")
 class MinPIsStrict(FilterSampler):
     def by_min(self, falling, cuts):
         return int((falling > float(cuts.min_p) * float(falling[0])).sum())
 
 
-@fault("critical-cuts", "filters-logits")
+@fault("K3", "critical-cuts", "filters-logits")
 class MinPOfOne(FilterSampler):  # a floor on the mass itself, not on its share of the largest
     def by_min(self, falling, cuts):
         return int((falling >= cuts.min_p * falling.sum()).sum())
 
 
-@fault("filters")
+@fault("K3", "filters")
 class NotRenormalised(FilterSampler):
     def divided(self, law, kept):
         left = np.zeros_like(law)
@@ -292,7 +282,7 @@ class NotRenormalised(FilterSampler):
         return left
 
 
-@fault("filters-purity")
+@fault("K10", "filters-purity")
 class RenormalisedInPlace(FilterSampler):  # B23, sglang PR#15648
     def laws(self, request, row):
         law, _ = super().laws(request, row)
@@ -301,7 +291,7 @@ class RenormalisedInPlace(FilterSampler):  # B23, sglang PR#15648
         return law, law
 
 
-@fault("filters-purity")
+@fault("K10", "filters-purity")
 class LogitsMaskedInPlace(FilterSampler):  # what masking with -inf in a server's own buffer does
     def run(self, batch, rows, coins, cap, filters):
         output = super().run(batch, rows, coins, cap, filters)
@@ -319,13 +309,13 @@ class LogitsMaskedInPlace(FilterSampler):  # what masking with -inf in a server'
         return output
 
 
-@fault("critical-cuts", "filters-batch")
+@fault("K8", "critical-cuts", "filters-batch")
 class FilterOfRequestZero(FilterSampler):
     def read(self, filters):
         return filters.cuts()[:1] * len(filters.top_k)
 
 
-@fault("filters-logits", "filters-wide")
+@fault("K3", "filters-logits", "filters-wide")
 class FiltersBeforeTemperature(FilterSampler):
     def laws(self, request, row):
         cuts = self.filters[request]
@@ -336,13 +326,13 @@ class FiltersBeforeTemperature(FilterSampler):
         return law, law
 
 
-@fault("filters-logits")
+@fault("K3", "filters-logits")
 class FiltersIgnored(FilterSampler):
     def read(self, filters):
         return [Cuts()] * len(filters.top_k)
 
 
-@fault("filters-batch")
+@fault("K8", "filters-batch")
 class PaddingShiftsFilters(FilterSampler):  # values looked up by slot, not by request
     def run(self, batch, rows, coins, cap, filters):
         self.slots = rows.shape[1]

@@ -1,4 +1,4 @@
-"""Deliberately wrong processors, one fault each, and odd but right ones: the processor laws are tested on both.
+"""Deliberately wrong processors, one fault each, and odd but right ones: the laws are tested on both.
 
 :class:`ProcessorSampler` is right: each row is processed where it is visited, every step a method that a
 fault overrides. It computes in float64 and shares no code with the backends.

@@ -1,4 +1,4 @@
-"""Contract: every wrong processor dies by its named laws in the default number of cases; right ones never do."""
+"""Contract: wrong processors die by their named laws in the default number of cases, right ones never."""
 
 import pytest
 from processor_faults import FAULTS, RIGHT

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.processors import PROCESSORS
+from treeconv.rules import RULES
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
 
     from treeconv.filters import Filters
     from treeconv.processors import ProcessorKind, Processors
+    from treeconv.rules import Rule, RuleName
 
-__all__ = ["Backend", "BackendTraits", "FunctionBackend"]
+__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend"]
+
+#: How a verifier comes by its coins; see :class:`BackendTraits`.
+CoinUse = Literal["bucket", "own", "seeds", "generator"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class BackendTraits:
 
         devices: device types it runs on.
 
-        rows_dtypes: dtypes of logits it takes.
+        rows_dtypes: dtypes of logits it takes. A case in another one is rounded to the first of them, and
+            judged by what was handed over.
 
         is_interpreted: runs in an interpreter here, hundreds of times slower than it is meant to: judged
             only where asked for by name.
@@ -44,6 +50,14 @@ class BackendTraits:
         takes_filters: both interfaces take ``filters`` (top-k, top-p and min-p).
 
         takes_processors: which of "bias", "bitmask" and "penalties" ``verify`` takes in ``processors``.
+        coins: what its parameter ``coins`` is, and so which laws can be stated. "bucket": :class:`Coins`,
+            compared with half-open buckets as DESIGN says; every law. "own": :class:`Coins` that it spends in
+            a way of its own (draw-and-match); no law about buckets. Or it draws its coins itself: from
+            "seeds", int64 ``[B]``, each request's coins fixed by (seed, ``batch.prefix_lens``); or from a
+            "generator", a ``torch.Generator``. Then the laws about coins are what is left.
+        rules: the acceptance rules it has, some of :data:`treeconv.rules.RULES`.
+
+        takes_thresholds: its target-only rule takes acceptance thresholds below 1, which are lossy.
     """
 
     takes_logits: bool = True
@@ -55,11 +69,14 @@ class BackendTraits:
     is_interpreted: bool = False
     takes_filters: bool = False
     takes_processors: tuple[ProcessorKind, ...] = ()
+    coins: CoinUse = "bucket"
+    rules: tuple[RuleName, ...] = ("target_only",)
+    takes_thresholds: bool = False
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A target-only tree verifier.
+    """A tree verifier, target-only unless it claims other rules.
 
     Inputs arrive validated. ``temperature`` is float32 ``[B]``; ``coins.accept`` float32 ``[B, N]`` and
     ``coins.final`` float32 ``[B]``; all on the batch's device. Inputs must not be written to.
@@ -67,6 +84,10 @@ class Backend(Protocol):
     ``filters`` is handed over only where some request may have one on, and only to a backend whose traits
     claim ``takes_filters``: one that does not may leave the parameter out. A request whose own filters are
     all off (:meth:`Cuts.are_on`) is decided as if there were none.
+
+    ``coins`` is what ``traits.coins`` says: :class:`Coins`, seeds, or a generator.
+    ``rule`` likewise: only where it is not :attr:`~treeconv.rules.Rule.is_plain`, and only where the traits
+    claim it. Its draft probabilities of padding are NaN in laws.
 
     ``processors`` likewise, and only to ``verify``: handed over only where some request may have one on,
     and only the kinds that the traits claim in ``takes_processors``.
@@ -83,6 +104,7 @@ class Backend(Protocol):
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
         processors: Processors | None = None,
     ) -> VerifyOutput:
         """Verify from ``logits [B, N, V]``."""
@@ -94,6 +116,7 @@ class Backend(Protocol):
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Verify from ``target_probs [B, N, V]`` float32."""
 
@@ -104,10 +127,13 @@ class FunctionBackend:
     ``f(batch, target_probs, coins, depth_cap)`` takes probabilities, and
     ``f(batch, logits, temperature, coins, depth_cap)`` logits; one that has a further parameter ``filters``
     is judged on filtered laws too (it gets None where there are none), and one of logits that has
-    ``processors`` on processed ones (on those in its attribute ``takes_processors``, by default all). Both
-    return a
+    ``processors`` on those in its attribute ``takes_processors``, or on all. One with a parameter ``rule``
+    gets the :class:`~treeconv.rules.Rule` (None for the plain one), and claims what its attribute ``rules``
+    says: all of them if it has none. A function that draws its coins itself takes ``seeds`` or ``generator``
+    in the place of ``coins`` (:class:`BackendTraits` says what they are). All return a
     :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
-    ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true.
+    ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true;
+    attributes ``devices``, ``rows_dtypes`` and ``coins`` are its traits.
 
     Raises:
         BackendUnavailable: parameters of neither kind.
@@ -115,27 +141,33 @@ class FunctionBackend:
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         parameters = set(inspect.signature(function).parameters)
-        takes_probs = {"batch", "target_probs", "coins", "depth_cap"} <= parameters
-        takes_logits = {"batch", "logits", "temperature", "coins", "depth_cap"} <= parameters
+        self._coins = next((kind for kind in ("seeds", "generator") if kind in parameters), "coins")
+        takes_probs = {"batch", "target_probs", self._coins, "depth_cap"} <= parameters
+        takes_logits = {"batch", "logits", "temperature", self._coins, "depth_cap"} <= parameters
         if not takes_probs and not takes_logits:
             raise BackendUnavailable(
                 f"backend {name!r} takes ({', '.join(sorted(parameters))}), but must take (batch,"
                 " target_probs, coins, depth_cap) or (batch, logits, temperature, coins, depth_cap)"
             )
+        drawn: Any = getattr(function, "coins", "bucket") if self._coins == "coins" else self._coins
         self.name = name
         self._function = function
         self.traits = BackendTraits(
             takes_logits=takes_logits,
             takes_probs=takes_probs and not takes_logits,
             reports_status=bool(getattr(function, "reports_status", False)),
-            devices=tuple(getattr(function, "devices", ("cpu", "cuda"))),
+            devices=tuple(getattr(function, "devices", BackendTraits.devices)),
+            rows_dtypes=tuple(getattr(function, "rows_dtypes", BackendTraits.rows_dtypes)),
             takes_filters="filters" in parameters,
             takes_processors=(
                 tuple(getattr(function, "takes_processors", PROCESSORS))
                 if "processors" in parameters and takes_logits
                 else ()
             ),
+            coins=drawn,
+            rules=tuple(getattr(function, "rules", RULES)) if "rule" in parameters else RULES[:1],
         )
+        self._takes_rule = "rule" in parameters
 
     def _output(self, result: Any) -> VerifyOutput:
         import torch  # noqa: PLC0415
@@ -159,10 +191,11 @@ class FunctionBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
         processors: Processors | None = None,
     ) -> VerifyOutput:
         """Call the function with logits."""
-        more = self._more(filters)
+        more = self._more(filters, rule)
         if self.traits.takes_processors:
             more["processors"] = processors
         return self._output(
@@ -170,7 +203,7 @@ class FunctionBackend:
                 batch=batch,
                 logits=logits,
                 temperature=temperature,
-                coins=coins,
+                **{self._coins: coins},
                 depth_cap=depth_cap,
                 **more,
             )
@@ -183,20 +216,27 @@ class FunctionBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Call the function with probabilities."""
         return self._output(
             self._function(
                 batch=batch,
                 target_probs=target_probs,
-                coins=coins,
+                **{self._coins: coins},
                 depth_cap=depth_cap,
-                **self._more(filters),
+                **self._more(filters, rule),
             )
         )
 
-    def _more(self, filters: Filters | None) -> dict[str, Any]:
-        if not self.traits.takes_filters:
+    def _more(self, filters: Filters | None, rule: Rule | None) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        if self.traits.takes_filters:
+            more["filters"] = filters
+        else:
             assert filters is None, "handed filters that its traits do not claim"
-            return {}
-        return {"filters": filters}
+        if self._takes_rule:
+            more["rule"] = rule
+        else:
+            assert rule is None, "handed a rule that its traits do not claim"
+        return more

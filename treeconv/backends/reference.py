@@ -5,13 +5,16 @@ Deliberately slow and obvious. The oracle does not use it and it does not use th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from treeconv.backends._reference_steps import chain_step, match_step, recursive_step, target_only_step
 from treeconv.backends.base import BackendTraits
 from treeconv.filters import Cuts
 from treeconv.processors import PENALTIES, PROCESSORS
+from treeconv.rules import RULES, Rule
 from treeconv.sampling import filtered_probs, processed_logits, row_status, target_probs
 from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput, as_float_array
 
@@ -26,33 +29,18 @@ if TYPE_CHECKING:
 
     # Gives the law at the end of a path of one request, or why there is none.
     Law = Callable[[list[int]], tuple[RowStatus, NDArray[np.float32]]]
+    # Decides at a node by its law, its children and their tokens: (place of a child, -1) or (-1, token).
+    Step = Callable[[int, NDArray[np.float32], list[int], list[int]], tuple[int, int]]
 
-__all__ = ["ReferenceBackend"]
-
-
-def draw_bonus(residual: NDArray[np.float32], coin: np.float32) -> int:
-    """Smallest t with ``cumsum(residual)(t) > coin * sum(residual)``; else the last t of positive mass.
-
-    The running sum is blocked, ``[blocks, 128]``: a plain float32 one drifts over a large vocabulary.
-    """
-    blocks = np.zeros((-(-residual.size // 128), 128), np.float32)
-    blocks.ravel()[: residual.size] = residual
-    running = np.cumsum(blocks, axis=1, dtype=np.float32)
-    ends = np.cumsum(running[:, -1], dtype=np.float32)
-    running[1:] += ends[:-1, None]
-    sums = running.ravel()[: residual.size]
-    # float64 holds the product of two float32 exactly: no rounding decides.
-    above = np.flatnonzero((sums > np.float64(coin) * np.float64(ends[-1])) & (residual > 0))
-    return int(above[0]) if above.size else int(np.flatnonzero(residual)[-1])
+__all__ = ["ReferenceBackend", "walk_request"]
 
 
 def walk_request(
     law: Law,
+    step: Step,
     tokens: NDArray[np.int64],
     first_child: NDArray[np.int64],
     next_sibling: NDArray[np.int64],
-    accept_coins: NDArray[np.float32],
-    final_coin: np.float32,
     depth_cap: int,
 ) -> tuple[list[int], int, RowStatus]:
     """Walk one tree; see DESIGN section 2 or ``oracle.canonical_walk`` for the rule.
@@ -66,26 +54,15 @@ def walk_request(
         status, p = law(path)
         if status is not RowStatus.OK:
             return [], -1, status
-        residual = p.copy()
-        accepted = last_with_mass = -1
-        if len(path) < depth_cap:
-            acc = np.float32(0)
-            child = int(first_child[node])
-            while child != -1:
-                token = tokens[child]
-                acc += p[token]
-                if p[token] > 0:
-                    last_with_mass = child
-                    if accept_coins[node] < acc:
-                        accepted = child
-                        break
-                residual[token] = 0
-                child = int(next_sibling[child])
-        if accepted == -1 and not residual.any():
-            accepted = last_with_mass  # the children cover the support: rounding, or a coin of 1
-        if accepted == -1:
-            return path, draw_bonus(residual, final_coin), RowStatus.OK
-        path.append(accepted)
+        children = []
+        child = int(first_child[node]) if len(path) < depth_cap else -1
+        while child != -1:
+            children.append(child)
+            child = int(next_sibling[child])
+        place, bonus = step(node, p, children, [int(tokens[child]) for child in children])
+        if place == -1:
+            return path, bonus, RowStatus.OK
+        path.append(children[place])
 
 
 def _processed(
@@ -112,7 +89,13 @@ class ReferenceBackend:
     """Readable NumPy float32; CPU tensors only."""
 
     name = "reference"
-    traits = BackendTraits(devices=("cpu",), takes_filters=True, takes_processors=PROCESSORS)
+    traits = BackendTraits(
+        devices=("cpu",),
+        takes_filters=True,
+        takes_processors=PROCESSORS,
+        rules=RULES,
+        takes_thresholds=True,
+    )
 
     def verify(
         self,
@@ -122,6 +105,7 @@ class ReferenceBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
         processors: Processors | None = None,
     ) -> VerifyOutput:
         """Process each visited row, softmax it at its request's temperature, filter it, then walk."""
@@ -137,7 +121,7 @@ class ReferenceBackend:
                 return status, row
             return status, filtered_probs(target_probs(row, temperatures[request]), cuts[request])
 
-        return self._run(batch, law, coins, depth_cap)
+        return self._run(batch, law, coins, depth_cap, rule or Rule())
 
     def verify_probs(
         self,
@@ -146,6 +130,7 @@ class ReferenceBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Walk on the probabilities as they are, or filtered."""
         cuts = filters.cuts() if filters else [Cuts()] * batch.batch_size
@@ -155,7 +140,7 @@ class ReferenceBackend:
             status = row_status(row, is_probs=True)
             return status, filtered_probs(row, cuts[request]) if status is RowStatus.OK else row
 
-        return self._run(batch, law, coins, depth_cap)
+        return self._run(batch, law, coins, depth_cap, rule or Rule())
 
     def _run(
         self,
@@ -163,6 +148,7 @@ class ReferenceBackend:
         law: Callable[[int, list[int]], tuple[RowStatus, NDArray[np.float32]]],
         coins: Coins,
         depth_cap: int,
+        rule: Rule,
     ) -> VerifyOutput:
         import torch  # noqa: PLC0415
 
@@ -170,18 +156,32 @@ class ReferenceBackend:
         tokens = batch.candidates.numpy()
         first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
         accept, final = coins.accept.numpy(), coins.final.numpy()
+        draft_probs = None if rule.draft_probs is None else as_float_array(rule.draft_probs)
+
+        def step(
+            request: int, node: int, p: NDArray[np.float32], children: list[int], drafted: list[int]
+        ) -> tuple[int, int]:
+            coin, last = accept[request, node], final[request]
+            if rule.name == "draw_and_match":
+                return match_step(p, drafted, coin)
+            if draft_probs is None:
+                return target_only_step(p, drafted, coin, last, rule.threshold_single, rule.threshold_acc)
+            q = draft_probs[request, node].astype(np.float32)
+            if rule.name == "chain":
+                return chain_step(p, q, drafted, coin, last)
+            return recursive_step(p, q, drafted, accept[request, children], last)
+
         accept_index = np.full((size, depth_cap), -1, np.int32)
         accept_token_num = np.zeros(size, np.int32)
         predicts = np.full(size * slots, -1, np.int32)
         statuses = np.zeros(size, np.int32)
         for request in range(size):
             path, bonus, status = walk_request(
-                lambda path, request=request: law(request, path),  # type: ignore[misc]
+                partial(law, request),
+                partial(step, request),
                 tokens[request],
                 first[request],
                 sibling[request],
-                accept[request],
-                final[request],
                 depth_cap,
             )
             statuses[request] = status

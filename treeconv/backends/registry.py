@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from treeconv.rules import RuleName
+
 __all__ = ["BACKENDS", "BY_NAME_ONLY", "available_backends", "choose_backend", "get_backend"]
 
 #: name -> "module:class"
@@ -88,7 +90,11 @@ def available_backends() -> dict[str, str | None]:
 
 
 def choose_backend(
-    device: torch.device, *, takes_filters: bool = False, takes_processors: Collection[str] = ()
+    device: torch.device,
+    *,
+    takes_filters: bool = False,
+    takes_processors: Collection[str] = (),
+    rule: RuleName = "target_only",
 ) -> Backend:
     """What ``backend="auto"`` means: ``triton`` on a CUDA device where it can be imported, else ``eager``.
 
@@ -98,6 +104,7 @@ def choose_backend(
         takes_filters: whether a filter is on: a backend that takes none is passed over.
 
         takes_processors: the processors that are on, likewise.
+        rule: likewise, a backend that does not claim it.
     """
     if device.type == "cuda":
         try:
@@ -105,6 +112,7 @@ def choose_backend(
         except BackendUnavailable:
             return get_backend("eager")
         has_filters = triton.traits.takes_filters or not takes_filters
-        if has_filters and set(takes_processors) <= set(triton.traits.takes_processors):
+        has_processors = set(takes_processors) <= set(triton.traits.takes_processors)
+        if rule in triton.traits.rules and has_filters and has_processors:
             return triton
     return get_backend("eager")

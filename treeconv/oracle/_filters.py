@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.filters import Cuts
-    from treeconv.oracle._rows import Number, Row
+    from treeconv.oracle._bonus import Number
+    from treeconv.oracle._rows import Row
 
 __all__ = ["FilteredRow", "enclosed_alternatives", "exact_alternatives", "exactly_filtered"]
 
@@ -66,6 +67,21 @@ class FilteredRow(ExactRow):
         return super().mass(token) > 0
 
     must_have_mass = may_have_mass
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no division rounded."""
+        return self._slack == 0
+
+    @property
+    def lower(self) -> NDArray[np.float64]:
+        """``[V]`` float64 probabilities, less their rounding."""
+        return super().lower * (1 - float(self._slack))
+
+    @property
+    def upper(self) -> NDArray[np.float64]:
+        """``[V]`` float64 probabilities, and their rounding."""
+        return super().lower * (1 + float(self._slack))
 
     def accept_bounds(self, tokens: Sequence[int]) -> list[tuple[Number, Number]]:
         """The running sums; with the rounding of the divisions where there is one."""

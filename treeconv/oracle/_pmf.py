@@ -73,7 +73,7 @@ class Cell:
 
         bonus: the bonus token.
 
-        accept: node -> ``(low, high)``, the half-open interval of each visited node's coin.
+        accept: slot of ``coins.accept`` -> ``(low, high)``, the half-open interval of each coin tossed.
 
         final: the interval of the final coin.
     """
@@ -92,6 +92,9 @@ def outcome_cells(tree: DraftTree, target_probs: Any, depth_cap: int | None = No
     """
     rows = _rows(tree, target_probs)
     cap = tree.depth + 1 if depth_cap is None else depth_cap
+    if rows.rule != "target_only":
+        yield from _cells_by_plan(tree, rows, cap)
+        return
     pending: list[tuple[tuple[int, ...], Fraction, dict[int, tuple[Fraction, Fraction]]]] = [
         ((0,), Fraction(1), {})
     ]
@@ -120,6 +123,36 @@ def outcome_cells(tree: DraftTree, target_probs: Any, depth_cap: int | None = No
             low = high
 
 
+def _cells_by_plan(tree: DraftTree, rows: TargetRows, cap: int) -> Iterator[Cell]:
+    everywhere = Fraction(0), Fraction(1)
+    pending: list[tuple[tuple[int, ...], Fraction, dict[int, tuple[Fraction, Fraction]]]] = [
+        ((0,), Fraction(1), {})
+    ]
+    while pending:
+        path, reach, coins = pending.pop()
+        node = path[-1]
+        plan = rows.plans(tree, node, _usable(rows[node], node), is_capped=len(path) >= cap)[0]
+        for test in plan.tests:
+            edge = Fraction(min(Fraction(1), test.best))
+            if edge > 0:
+                pending.append(((*path, test.child), reach * edge, {**coins, test.slot: (Fraction(0), edge)}))
+            reach *= 1 - edge
+            coins = {**coins, test.slot: (edge, Fraction(1))}
+        low = Fraction(0)
+        for token, so_far in zip(plan.bonus.tokens, plan.bonus.sums, strict=True):
+            high = Fraction(so_far) / Fraction(plan.bonus.sums[-1])
+            measure, bucket = reach * (high - low), (low, high)
+            low = high
+            if not measure:
+                continue
+            if plan.slot is None:
+                yield Cell(measure, path, int(token), coins, bucket)
+            elif token in plan.follow:
+                pending.append(((*path, plan.follow[int(token)]), measure, {**coins, plan.slot: bucket}))
+            else:
+                yield Cell(measure, path, int(token), {**coins, plan.slot: bucket}, everywhere)
+
+
 def outcome_pmf(
     tree: DraftTree, target_probs: Any, depth_cap: int | None = None
 ) -> dict[tuple[int, ...], Fraction]:
@@ -128,7 +161,8 @@ def outcome_pmf(
     Args:
         tree: n nodes; meant for small ones (every outcome is listed).
 
-        target_probs: ``[n, V]`` floats (exact values), ints or Fractions: the target law at each node.
+        target_probs: ``[n, V]`` floats (exact values), ints or Fractions: the target law at each node. Or
+            :class:`TargetRows`, which another rule may decide: :meth:`TargetRows.under`.
 
         depth_cap: accept slots, root included; default: tree depth + 1.
 
@@ -175,7 +209,8 @@ class CriticalCoins:
     """Where decisions flip, as ``(lower, upper)`` pairs: equal where the oracle is exact.
 
     Args:
-        accept: node -> one pair per child, in test order: the accumulated mass after it.
+        accept: slot of ``coins.accept`` -> its boundaries; with target-only verification one a child, in test
+            order: the accumulated mass after it.
 
         final: node -> one pair per boundary between two bonus tokens, for a walk that ends there.
     """
@@ -199,15 +234,27 @@ def critical_coins(tree: DraftTree, target_probs: Any, depth_cap: int | None = N
     """
     rows = _rows(tree, target_probs)
     cap = tree.depth + 1 if depth_cap is None else depth_cap
-    accept, final = {}, {}
+    accept: dict[int, list[tuple[Any, Any]]] = {}
+    final = {}
     for node, depth in enumerate(tree.depths):
         if depth >= cap or rows[node].status is not RowStatus.OK:
+            continue
+        if rows.rule != "target_only":
+            plan = rows.plans(tree, node, rows[node], is_capped=depth + 1 >= cap)[0]
+            accept |= {test.slot: [(test.lower, test.upper)] for test in plan.tests}
+            if plan.slot is None:
+                final[node] = plan.bonus.boundaries()
+            else:
+                accept[plan.slot] = plan.bonus.boundaries()
             continue
         tokens = child_tokens(tree, node) if depth + 1 < cap else []
         if tokens:
             accept[node] = rows[node].accept_bounds(tokens)
         final[node] = rows[node].bonus(tokens).boundaries()
     return CriticalCoins(accept, final)
+
+
+_EXTREMES = [0.0, float(np.float32(1 - 2**-24)), 1.0]
 
 
 def _inside(low: Any, high: Any) -> float | None:
@@ -223,6 +270,48 @@ def _beside(lower: Any, upper: Any) -> list[float]:
         at = np.float32(float(edge))
         coins |= {float(at), float(np.nextafter(at, np.float32(-1))), float(np.nextafter(at, np.float32(2)))}
     return sorted(coin for coin in coins if 0 <= coin <= 1)
+
+
+def _sweep_by_plan(
+    tree: DraftTree, rows: TargetRows, cap: int, max_final: int
+) -> list[tuple[list[float], float]]:
+    vectors: list[tuple[list[float], float]] = []
+    pending: list[tuple[tuple[int, ...], list[float]]] = [((0,), [0.5] * len(tree))]
+
+    def at(coins: list[float], slot: int, coin: float) -> list[float]:
+        return [*coins[:slot], coin, *coins[slot + 1 :]]
+
+    while pending:
+        path, coins = pending.pop()
+        node = path[-1]
+        row = rows[node]
+        if row.status is not RowStatus.OK:
+            vectors.append((coins, 0.5))
+            continue
+        plan = rows.plans(tree, node, row, is_capped=len(path) >= cap)[0]
+        for test in plan.tests:
+            tried = [*_beside(test.lower, test.upper), *_EXTREMES]
+            vectors += [(at(coins, test.slot, coin), 0.5) for coin in tried]
+            accepting, rejecting = _inside(0, min(1, test.lower)), _inside(test.upper, 1)
+            if accepting is not None:
+                pending.append(((*path, test.child), at(coins, test.slot, accepting)))
+            if rejecting is None:
+                break
+            coins = at(coins, test.slot, rejecting)
+        else:
+            bounds = plan.bonus.boundaries()
+            step = max(1, len(bounds) // max_final)
+            tried = [coin for edges in bounds[::step] for coin in _beside(*edges)] + _EXTREMES
+            if plan.slot is None:
+                vectors += [(coins, coin) for coin in tried]
+                continue
+            vectors += [(at(coins, plan.slot, coin), 0.5) for coin in tried]
+            edges = [(0, 0), *bounds, (1, 1)]
+            for place, token in enumerate(plan.bonus.tokens):
+                middle = _inside(edges[place][1], edges[place + 1][0])
+                if token in plan.follow and middle is not None:
+                    pending.append(((*path, plan.follow[int(token)]), at(coins, plan.slot, middle)))
+    return vectors
 
 
 def sweep_coins(
@@ -249,7 +338,8 @@ def sweep_coins(
         ``(accept [n], final)`` pairs of float32 values.
     """
     cap = tree.depth + 1 if depth_cap is None else depth_cap
-    extremes = [0.0, float(np.float32(1 - 2**-24)), 1.0]
+    if rows.rule != "target_only":
+        return _sweep_by_plan(tree, rows, cap, max_final)
     vectors: list[tuple[list[float], float]] = []
     pending: list[tuple[tuple[int, ...], list[float]]] = [((0,), [0.5] * len(tree))]
     while pending:
@@ -279,7 +369,7 @@ def sweep_coins(
                     steered[node] = middle
                     pending.append(((*path, child), steered))
                 floor = max(floor, upper)
-            for coin in extremes:
+            for coin in _EXTREMES:
                 vector(coin, 0.25)
             reject = _inside(floor, 1)
         if reject is None or not row.bonus(tokens).may_have_mass:
@@ -289,6 +379,6 @@ def sweep_coins(
         for lower, upper in bounds[::step]:
             for coin in _beside(lower, upper):
                 vector(reject, coin)
-        for coin in extremes:
+        for coin in _EXTREMES:
             vector(reject, coin)
     return vectors

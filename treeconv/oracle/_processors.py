@@ -2,8 +2,8 @@
 
 A processed logit is computed in up to four float32 steps (:mod:`treeconv.processors`), each of which rounds;
 a sampler may also take them in float64, or sum the three terms in another order. So each processed logit has
-a *doubt*: 0 where every such sum is exact in float32, else a bound of what the roundings add up to. A doubt of
-d is a relative error of ``exp(d / T) - 1`` of that token's mass. At temperature 0, and where the doubt is
+a *doubt*: 0 where every such sum is exact in float32, else a bound of what the roundings add up to. A doubt
+of d is a relative error of ``exp(d / T) - 1`` of that token's mass. At temperature 0, and where the doubt is
 beyond a temperature, it decides who wins: then every token that may be the largest has its turn.
 """
 
@@ -86,7 +86,8 @@ class ProcessedLogits:
 
 def _is_single(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Which numbers are float32 numbers."""
-    return values.astype(np.float32) == values
+    is_single: NDArray[np.bool_] = values.astype(np.float32) == values
+    return is_single
 
 
 def _repeated(
@@ -106,7 +107,7 @@ def _repeated(
 def _summed(
     terms: NDArray[np.float64], doubt: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The sum of ``[k, V]`` terms; no further doubt where each partial sum, in any order, is a float32 number.
+    """The sum of ``[k, V]`` terms; no further doubt where each partial sum, in any order, is a float32.
 
     That is so where all terms are multiples of one power of two, of which 2**24 make up the sum of their
     absolute values.

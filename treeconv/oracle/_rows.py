@@ -7,7 +7,6 @@ is right. An :class:`ExactRow` has ``lower == upper`` wherever float32 itself is
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
@@ -16,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from treeconv.errors import InvalidArgument
+from treeconv.oracle._bonus import Bonus
 from treeconv.tree import RowStatus, as_float_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    Number = Fraction | float
+    from treeconv.oracle._bonus import Number
 
 __all__ = [
     "FLUSH",
     "ROUNDING",
-    "Bonus",
     "EnclosedRow",
     "ExactRow",
     "Row",
@@ -55,77 +54,27 @@ def sum_error(terms: int) -> float:
     return min(terms - 1, 32 + 2 * float(np.log2(terms))) * ROUNDING
 
 
-class Bonus:
-    """The bonus draw at one node, given the tokens that were tested and rejected there.
-
-    Args:
-        tokens: ``[m]`` the tokens that may have residual mass, ascending.
-
-        sums: ``[m]`` their running sums, up to a common factor: the canonical decision.
-
-        certain: ``[m]`` whether the token has mass in every correct sampler.
-
-        bounds: gives, when asked, ``[m]`` lower and ``[m]`` upper bounds of the *normalised* running sums.
-    """
-
-    def __init__(
-        self,
-        tokens: Sequence[int] | NDArray[np.int64],
-        sums: Sequence[Number] | NDArray[np.float64],
-        certain: NDArray[np.bool_] | None,
-        bounds: Callable[[], tuple[Sequence[Number], Sequence[Number]]],
-    ) -> None:
-        self.tokens = tokens
-        self.sums = sums
-        self._bounds = bounds
-        self._certain = certain
-
-    @property
-    def may_have_mass(self) -> bool:
-        """Whether any token is left to draw."""
-        return len(self.tokens) > 0
-
-    def _place(self, token: int) -> int | None:
-        place = bisect_left(self.tokens, token)
-        return place if place < len(self.tokens) and self.tokens[place] == token else None
-
-    @cached_property
-    def _first_last(self) -> int:
-        """From this place on a token may be the last one with mass, to which a coin of 1 falls."""
-        if self._certain is None:
-            return len(self.tokens) - 1
-        return int(np.flatnonzero(self._certain)[-1]) if self._certain.any() else 0
-
-    @cached_property
-    def bounds(self) -> tuple[Sequence[Number], Sequence[Number]]:
-        """``[m]`` lower and upper bounds of the normalised running sum up to and including each token."""
-        return self._bounds()
-
-    def admits(self, token: int, coin: float) -> bool:
-        """Whether a correct sampler may draw ``token`` with this coin."""
-        place = self._place(token)
-        lower, upper = self.bounds
-        if place is None or (place and lower[place - 1] > coin):
-            return False
-        return bool(upper[place] > coin) or place >= self._first_last
-
-    def draw(self, coin: Number) -> int:
-        """The canonical token: smallest t with ``sum(t) > coin * total``, else the last of positive mass."""
-        target = coin * self.sums[-1]
-        # The last place is where a coin of 1 falls: no sum exceeds the target.
-        return int(self.tokens[bisect_right(self.sums, target, 0, len(self.sums) - 1)])
-
-    def boundaries(self) -> list[tuple[Number, Number]]:
-        """``(lower, upper)`` of each boundary between one token and the next."""
-        lower, upper = self.bounds
-        return list(zip(lower[:-1], upper[:-1], strict=True))
-
-
 class Row(Protocol):
     """What the walk asks of the law at one node."""
 
     status: RowStatus
     vocab_size: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether float32 sees these masses exactly."""
+
+    @property
+    def masses(self) -> NDArray[Any]:
+        """``[V]`` best estimates of p: Fractions (dtype object) where they are exact, else float64."""
+
+    @property
+    def lower(self) -> NDArray[np.float64]:
+        """``[V]`` what float32 sees at least."""
+
+    @property
+    def upper(self) -> NDArray[np.float64]:
+        """``[V]`` what float32 sees at most."""
 
     def mass(self, token: int) -> Number:
         """Best estimate of p(token); 0 outside the vocabulary."""
@@ -266,11 +215,26 @@ class ExactRow:
         return Fraction(0) if total & (total - 1) == 0 else Fraction(1 + 2**20, 2**44)
 
     @property
+    def is_exact(self) -> bool:
+        """True: the masses are what they are."""
+        return True
+
+    @cached_property
+    def masses(self) -> NDArray[Any]:
+        """``[V]`` probabilities as Fractions."""
+        found = np.empty(self.vocab_size, object)
+        found[:] = [self.mass(token) for token in range(self.vocab_size)]
+        return found
+
+    @property
     def lower(self) -> NDArray[np.float64]:
         """``[V]`` float64 probabilities."""
-        return np.array([float(self.mass(token)) for token in range(self.vocab_size)])
+        return self.masses.astype(np.float64)
 
-    upper = lower
+    @property
+    def upper(self) -> NDArray[np.float64]:
+        """``[V]`` float64 probabilities."""
+        return self.lower
 
 
 class EnclosedRow:
@@ -333,25 +297,27 @@ class EnclosedRow:
         """Whether the mass cannot underflow."""
         return self.may_have_mass(token) and not bool(self._may_flush[token])
 
-    def _mass_bounds(self, token: int) -> tuple[float, float]:
-        if not self.may_have_mass(token):
-            return 0.0, 0.0
-        mass = self.mass(token)
-        error = (1 + float(self._errors[token])) * (1 + self._scale_error) - 1 + _FLOAT64_SLACK
+    @cached_property
+    def _mass_bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        mass = self._masses
+        error = (1 + self._errors) * (1 + self._scale_error) - 1 + _FLOAT64_SLACK
+        must_have = self._may_have & ~self._may_flush
         largest = mass
         if self._certain_total < 1:  # alone with what is certain, its share is the largest
-            certain = self._certain_total - (mass if self.must_have_mass(token) else 0.0)
-            largest = mass / (mass + max(certain, 0.0)) if mass else 0.0
+            certain = np.maximum(self._certain_total - np.where(must_have, mass, 0.0), 0.0)
+            largest = np.where(mass > 0, mass / np.maximum(mass + certain, 2.0**-1022), 0.0)
         upper = largest * (1 + error) + 2.0**-149
-        return (mass * max(1 - error, 0.0) if self.must_have_mass(token) else 0.0), upper
+        lower = mass * np.maximum(1 - error, 0.0)
+        return np.where(must_have, lower, 0.0), np.where(self._may_have, upper, 0.0)
 
     def accept_bounds(self, tokens: Sequence[int]) -> list[tuple[Number, Number]]:
         """Enclosures of the running sums: of each mass, and one rounding per addition."""
         bounds: list[tuple[Number, Number]] = []
         lower = upper = 0.0
+        lows, highs = self._mass_bounds
         for place, token in enumerate(tokens):
-            low, high = self._mass_bounds(token)
-            lower, upper = lower + low, upper + high
+            if self.may_have_mass(token):
+                lower, upper = lower + float(lows[token]), upper + float(highs[token])
             rounding = place * ROUNDING
             bounds.append((lower * (1 - rounding), upper * (1 + rounding)))
         return bounds
@@ -384,7 +350,7 @@ class EnclosedRow:
                 + sum_error(tokens.size)
                 + self._own_roundings * ROUNDING
             )
-            band += weighted * weighted[-1:].sum() + _FLOAT64_SLACK  # second order, where errors are not tiny
+            band += weighted * weighted[-1:].sum() + _FLOAT64_SLACK  # second order: errors may be large
             lower = np.maximum(sums - band - flushed, 0.0)
             upper = sums + band + (2.0**-149 if tokens.size else 0) + flushed[-1:].sum()
             self._bonus[key] = Bonus(tokens, sums, ~flush, lambda: (lower, upper))
@@ -393,12 +359,22 @@ class EnclosedRow:
     @property
     def lower(self) -> NDArray[np.float64]:
         """``[V]`` float64 lower bounds of the probabilities."""
-        return np.array([self._mass_bounds(token)[0] for token in range(self.vocab_size)])
+        return self._mass_bounds[0]
 
     @property
     def upper(self) -> NDArray[np.float64]:
         """``[V]`` float64 upper bounds of the probabilities."""
-        return np.array([self._mass_bounds(token)[1] for token in range(self.vocab_size)])
+        return self._mass_bounds[1]
+
+    @property
+    def is_exact(self) -> bool:
+        """False: float32 rounds."""
+        return False
+
+    @property
+    def masses(self) -> NDArray[Any]:
+        """``[V]`` best estimates."""
+        return self._masses
 
 
 class _BadRow(ExactRow):

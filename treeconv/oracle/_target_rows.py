@@ -10,6 +10,7 @@ import numpy as np
 from treeconv.oracle._filters import enclosed_alternatives, exact_alternatives, exactly_filtered
 from treeconv.oracle._processors import ProcessedLogits, processed_alternatives
 from treeconv.oracle._rows import EnclosedRow, ExactRow, enclosed_weights, enclosure, unsampled
+from treeconv.oracle._rules import Plan, draft_law, plans
 from treeconv.tree import RowStatus, as_float_array
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from treeconv.filters import Cuts
     from treeconv.oracle._rows import Row
     from treeconv.processors import RequestProcessors
+    from treeconv.rules import RuleName
     from treeconv.tree import DraftTree
 
 __all__ = ["TargetRows"]
@@ -35,12 +37,15 @@ class TargetRows:
     """The rows of one request, built when first visited: a row never visited is never looked at.
 
     ``rows[node]`` is the row as defined. Filters may leave several that float32 may rightly see instead:
-    :meth:`alternatives`.
+    :meth:`alternatives`. ``rule`` says by which rule the request is verified: :meth:`under`.
     """
 
     def __init__(self, rows: Any, make: Callable[[Any], list[Callable[[], Row]]]) -> None:
         self._rows = rows
         self._make = make
+        self.rule: RuleName = "target_only"
+        self._draft_rows: Any = None
+        self._plans: dict[tuple[Any, ...], list[Plan]] = {}
         self._makers: dict[int, list[Callable[[], Row]]] = {}
         self._made: dict[tuple[int, int], Row] = {}
 
@@ -73,9 +78,9 @@ class TargetRows:
         temperature: float,
         cuts: Cuts | None = None,
     ) -> TargetRows:
-        """Enclosures of ``[n, V]`` logits after one request's processors, which depend on the path to a node."""
+        """Enclosures of ``[n, V]`` logits after one request's processors, which look at a node's path."""
         rows = ProcessedLogits(logits, tree, processors)
-        return cls(rows, lambda row: processed_alternatives(*row, temperature, cuts))
+        return cls(rows, lambda row: processed_alternatives(row[0], row[1], temperature, cuts))
 
     @classmethod
     def from_probs(cls, target_probs: Any, cuts: Cuts | None = None) -> TargetRows:
@@ -94,6 +99,28 @@ class TargetRows:
             return enclosed_alternatives(row, row, np.zeros_like(row), row > 0, cuts, is_normalised=False)
 
         return cls(target_probs, make)
+
+    def under(self, rule: RuleName, draft_probs: Any = None) -> TargetRows:
+        """The same rows, verified by another rule.
+
+        Args:
+            rule: one of :data:`treeconv.rules.RULES`.
+
+            draft_probs: ``[n, V]``, the laws that the children were sampled from (floats or Fractions), for
+                ``chain`` and ``recursive``.
+        """
+        other = TargetRows(self._rows, self._make)
+        other._makers, other._made = self._makers, self._made
+        other.rule, other._draft_rows = rule, draft_probs
+        return other
+
+    def plans(self, tree: DraftTree, node: int, row: Row, *, is_capped: bool) -> list[Plan]:
+        """What a rule besides target-only may do at a node whose law is ``row``, the definition's first."""
+        key = (tree, node, id(row), is_capped)  # rows are kept, so their ids stay theirs
+        if key not in self._plans:
+            draft = None if self._draft_rows is None else draft_law(self._draft_rows[node])
+            self._plans[key] = plans(self.rule, row, draft, tree, node, is_capped=is_capped)
+        return self._plans[key]
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -12,7 +12,9 @@ from treeconv.tree import Coins, DraftTree, RowStatus
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from treeconv.oracle._bonus import Bonus
     from treeconv.oracle._rows import Row
+    from treeconv.rules import RuleName
 
 __all__ = ["Stop", "Walk", "admissible_stops", "canonical_walk", "child_tokens", "walk"]
 
@@ -46,28 +48,39 @@ class Stop:
     Args:
         path: accepted nodes, root first; empty where ``status`` is not OK.
 
-        rejected: the tokens tested and rejected at its end.
+        rejected: the tokens that cannot be drawn at its end: tested and rejected there (or, where the rule
+            draws and matches, drafted there).
 
         status: OK, or what the unusable row held.
 
         row: the law it was decided by: the bonus is drawn from this one, not from another alternative.
+
+        draw: what the bonus is drawn from, where that is not the row without ``rejected``.
+
+        coin: what draws it, where that is not the final coin.
     """
 
     path: tuple[int, ...]
     rejected: tuple[int, ...]
     status: RowStatus = RowStatus.OK
     row: Row | None = field(default=None, compare=False)
+    draw: Bonus | None = field(default=None, compare=False)
+    coin: float | None = field(default=None, compare=False)
 
     def admits(self, token: int, final: float) -> bool:
         """Whether a correct sampler that stopped here may draw ``token`` with this final coin."""
-        return self.row is not None and self.row.bonus(self.rejected).admits(token, final)
+        if self.row is None or token in self.rejected:
+            return False
+        draw = self.draw or self.row.bonus(self.rejected)
+        return draw.admits(token, final if self.coin is None else self.coin)
 
     def admitted(self, final: float) -> list[int]:
         """Every token that a correct sampler may draw here; none where the row is unusable."""
         if self.row is None:
             return []
-        bonus = self.row.bonus(self.rejected)
-        return [int(token) for token in bonus.tokens if bonus.admits(token, final)]
+        draw = self.draw or self.row.bonus(self.rejected)
+        tokens = draw.admitted(final if self.coin is None else self.coin)
+        return [token for token in tokens if token not in self.rejected]
 
 
 def child_tokens(tree: DraftTree, node: int) -> list[int]:
@@ -106,6 +119,9 @@ def admissible_stops(
     Outside the ambiguity band that is one. Both answers are followed inside it, and every law that a
     filter may leave where its cut is decided there; a stop says which law it was.
     """
+    if rows.rule != "target_only":
+        yield from _stops_by_plan(tree, rows, accept, depth_cap)
+        return
     pending: list[tuple[int, ...]] = [(0,)]
     while pending:
         path = pending.pop()
@@ -127,6 +143,53 @@ def admissible_stops(
         pending.extend((*path, tree.children[node][place]) for place in accepted)
 
 
+def _stops_by_plan(
+    tree: DraftTree, rows: TargetRows, accept: Sequence[float], depth_cap: int
+) -> Iterator[Stop]:
+    pending: list[tuple[int, ...]] = [(0,)]
+    while pending:
+        path = pending.pop()
+        node = path[-1]
+        accepted: set[int] = set()
+        for row in rows.alternatives(node):
+            if row.status is not RowStatus.OK:
+                yield Stop((), (), row.status)
+                continue
+            for plan in rows.plans(tree, node, row, is_capped=len(path) >= depth_cap):
+                for test in plan.tests:
+                    coin = float(accept[test.slot])
+                    if coin < test.upper:
+                        accepted.add(test.child)
+                    if coin < test.lower:
+                        break
+                else:
+                    own = None if plan.slot is None else float(accept[plan.slot])
+                    drawn = set() if own is None else set(plan.bonus.admitted(own))
+                    accepted |= {plan.follow[token] for token in drawn & set(plan.follow)}
+                    if own is None or drawn - set(plan.follow):
+                        yield Stop(path, tuple(plan.follow), row=row, draw=plan.bonus, coin=own)
+        pending.extend((*path, child) for child in accepted)
+
+
+def _walk_by_plan(
+    tree: DraftTree, rows: TargetRows, accept: Sequence[float], final: float, depth_cap: int
+) -> Walk:
+    path = [0]
+    while True:
+        node = path[-1]
+        row = rows[node]
+        if row.status is not RowStatus.OK:
+            return Walk((), (), row.status)
+        plan = rows.plans(tree, node, row, is_capped=len(path) >= depth_cap)[0]
+        child = next((test.child for test in plan.tests if accept[test.slot] < test.best), None)
+        if child is None:
+            bonus = plan.bonus.draw(final if plan.slot is None else accept[plan.slot])
+            child = plan.follow.get(bonus)
+            if child is None:
+                return Walk(tuple(path), (*(tree.token_ids[node] for node in path[1:]), bonus))
+        path.append(child)
+
+
 def canonical_walk(
     tree: DraftTree, rows: TargetRows, accept: Sequence[float], final: float, depth_cap: int
 ) -> Walk:
@@ -136,8 +199,10 @@ def canonical_walk(
     ``p_i(c) > 0 and coin_i < acc``. None accepted, or the depth cap reached: the bonus is the smallest
     ``t`` with ``cumsum(residual)(t) > v * sum(residual)``, the residual being ``p_i`` without the children
     tested and rejected. No such ``t``: the last one of positive residual. Empty residual: accept the last
-    child of positive mass.
+    child of positive mass. Other rules (``rows.rule``): :mod:`treeconv.rules`.
     """
+    if rows.rule != "target_only":
+        return _walk_by_plan(tree, rows, accept, final, depth_cap)
     path = [0]
     while True:
         node = path[-1]
@@ -168,7 +233,15 @@ def canonical_walk(
         path.append(accepted)
 
 
-def walk(tree: DraftTree, target_probs: Any, coins: Coins, depth_cap: int | None = None) -> Walk:
+def walk(
+    tree: DraftTree,
+    target_probs: Any,
+    coins: Coins,
+    depth_cap: int | None = None,
+    *,
+    rule: RuleName = "target_only",
+    draft_probs: Any = None,
+) -> Walk:
     """Verify one tree exactly, in rational arithmetic.
 
     Args:
@@ -182,11 +255,17 @@ def walk(tree: DraftTree, target_probs: Any, coins: Coins, depth_cap: int | None
 
         depth_cap: accept slots, root included; default: tree depth + 1.
 
+        rule: one of :data:`treeconv.rules.RULES`.
+
+        draft_probs: ``[n, V]``, the laws that each node's children were sampled from, for ``chain`` and
+            ``recursive``.
+
     Returns:
         The :class:`Walk`; its ``status`` says so where a visited row cannot be sampled from.
 
     Raises:
-        InvalidArgument: fewer rows or coins than nodes, coins outside [0, 1], ``depth_cap`` < 1.
+        InvalidArgument: fewer rows or coins than nodes, coins outside [0, 1], ``depth_cap`` < 1, draft laws
+            that are missing, or a second child with ``chain``.
     """
     if len(target_probs) < len(tree):
         raise InvalidArgument(
@@ -208,4 +287,6 @@ def walk(tree: DraftTree, target_probs: Any, coins: Coins, depth_cap: int | None
     if depth_cap < 1:
         raise InvalidArgument(f"depth_cap={depth_cap!r}, but must be >= 1: the root takes one slot")
     rows = target_probs if isinstance(target_probs, TargetRows) else TargetRows.exact(target_probs)
+    if rule != "target_only":
+        rows = rows.under(rule, draft_probs)
     return canonical_walk(tree, rows, accept, final, depth_cap)

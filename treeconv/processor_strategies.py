@@ -1,24 +1,28 @@
-"""Hypothesis strategies for processors: the rare in masks, biases, penalties and what was committed."""
+"""Hypothesis strategies for calls with processors: the rare in masks, biases, penalties and texts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from treeconv.case import round_rows
 from treeconv.processors import PROCESSORS, RequestProcessors, bitmask_words
+from treeconv.strategies import cases_for, verify_cases
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from hypothesis.strategies import DrawFn
+    from hypothesis.strategies import DrawFn, SearchStrategy
     from numpy.typing import NDArray
 
+    from treeconv.case import VerifyCase
     from treeconv.processors import ProcessorKind
     from treeconv.tree import DraftTree
 
-__all__ = ["bitmask_of", "calm_logits", "processors_for", "seeded_processors"]
+__all__ = ["PROCESSOR_CASES", "bitmask_of", "processed_cases", "processors_for"]
 
 # Mostly multiples of 1/4, so that most processed logits are exact in float32.
 _BIASES = (1.0, -1.0, 0.5, 2.0, -0.25, 100.0, -100.0, -np.inf, 1e8, -1e8, 0.1)
@@ -35,17 +39,15 @@ def bitmask_of(allowed: NDArray[np.bool_], *, rest: bool = False) -> NDArray[np.
     return words
 
 
-@st.composite
-def calm_logits(draw: DrawFn, tree: DraftTree, vocab_size: int) -> NDArray[np.float32]:
-    """``[n, vocab_size]`` multiples of 1/4 in [-2, 2], drafts often 1 above: nothing crowds out the rest.
+def _calm(tree: DraftTree, rows: NDArray[np.float32], *, likely_drafts: bool) -> NDArray[np.float32]:
+    """Rows as multiples of 1/4 in [-2, 2], drafts 1 above if so wanted: nothing crowds out the rest.
 
-    So walks go deep, and what was processed wrongly further down shows. Many tie. Shrinks towards 0.
+    So walks go deep, and what was processed wrongly further down shows. Many tie.
     """
-    quarters = st.lists(st.integers(-8, 8), min_size=vocab_size, max_size=vocab_size)
-    rows = np.array([draw(quarters) for _ in range(len(tree))], np.float32) / 4
-    if draw(st.booleans(), label="likely drafts?"):
-        rows[list(tree.parents[1:]), list(tree.token_ids[1:])] += 1
-    return rows
+    calm: NDArray[np.float32] = np.round(np.clip(rows, -16, 16) / 2) / 4
+    if likely_drafts:
+        calm[list(tree.parents[1:]), list(tree.token_ids[1:])] += 1
+    return calm
 
 
 def _some_token_is_left(
@@ -134,13 +136,62 @@ def processors_for(
     return RequestProcessors(**held)
 
 
-def seeded_processors(
+@st.composite
+def processed_cases(
+    draw: DrawFn,
+    kinds: Sequence[ProcessorKind] = PROCESSORS,
+    *,
+    min_requests: int = 1,
+    max_requests: int = 1,
+    allow_empty: bool = False,
+    allow_filters: bool = False,
+) -> VerifyCase:
+    """Calls of which most requests carry processors.
+
+    * ``kinds``: those that may be on, the last of them most often.
+    * ``allow_empty``: whether a node may forbid every token.
+    * the rest: as :func:`treeconv.strategies.verify_cases` takes it.
+
+    Three in four requests have calm logits, and more than usual are greedy. Shrinks as ``verify_cases`` does,
+    and towards no processors.
+    """
+    calls = verify_cases(
+        min_requests=min_requests,
+        max_requests=max_requests,
+        max_nodes=6,
+        min_vocab=2,
+        allow_filters=allow_filters,
+    )
+    case = draw(calls)
+    requests = []
+    for request in case.requests:
+        rows = request.rows.copy()
+        if draw(st.integers(0, 3), label="calm logits?") < 3:
+            rows = _calm(request.tree, rows, likely_drafts=draw(st.booleans(), label="likely drafts?"))
+        temperature = 0.0 if draw(st.integers(0, 5), label="greedy?") == 5 else request.temperature
+        held = draw(processors_for(request.tree, rows, kinds, allow_empty=allow_empty))
+        rows = round_rows(rows, case.rows_dtype)
+        requests.append(replace(request, rows=rows, temperature=temperature, processors=held))
+    return replace(case, requests=tuple(requests))
+
+
+@st.composite
+def _wide_cases(draw: DrawFn, kinds: Collection[ProcessorKind]) -> VerifyCase:
+    """Wide calls, their processors from one drawn seed: thousands of drawn numbers would be slow."""
+    case = draw(cases_for("wide"))
+    (request,) = case.requests
+    rng = np.random.default_rng(draw(st.integers(0, 2**16), label="processors"))
+    held = _seeded(rng, request.tree, case.vocab_size, kinds)
+    return replace(case, requests=(replace(request, processors=held),))
+
+
+def _seeded(
     rng: np.random.Generator,
     tree: DraftTree,
     vocab_size: int,
     kinds: Collection[ProcessorKind],
 ) -> RequestProcessors:
-    """Processors over a large vocabulary, from a generator: thousands of drawn numbers would be slow."""
+    """Processors over a large vocabulary, drafts mostly allowed and often committed."""
     held: dict[str, Any] = {}
     if "bias" in kinds:
         bias = rng.choice(np.array([0, 0, 0, 0.5, -1, 2, -np.inf], np.float32), vocab_size)
@@ -160,3 +211,18 @@ def seeded_processors(
         committed = rng.choice([*tree.token_ids, *rng.integers(0, vocab_size, 8).tolist()], 40)
         held["committed_tokens"] = committed.tolist()
     return RequestProcessors(**held)
+
+
+_MASKS: tuple[ProcessorKind, ...] = ("bias", "bitmask")
+
+#: kind of case -> its strategy; part of what ``strategies.cases_for`` knows
+PROCESSOR_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
+    "masked": lambda: processed_cases(_MASKS, max_requests=2),
+    "masked_batches": lambda: processed_cases(_MASKS, min_requests=2, max_requests=4),
+    "masked_wide": lambda: _wide_cases(_MASKS),
+    "forbidden_rows": lambda: processed_cases(_MASKS, max_requests=3, allow_empty=True),
+    "penalised": lambda: processed_cases(max_requests=2),
+    "penalised_batches": lambda: processed_cases(min_requests=2, max_requests=4),
+    "penalised_wide": lambda: _wide_cases(PROCESSORS),
+    "processed_filtered": lambda: processed_cases(allow_filters=True),
+}

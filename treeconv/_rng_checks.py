@@ -1,0 +1,411 @@
+"""What the laws about coins do to a backend that draws them, or to our front door; like ``_law_checks``.
+
+Only texts are looked at, so any sampler can be judged. Where one text must equal another, laws are exact; the
+others fail a right sampler at most once in 10**12 cases: three such laws over 1000 cases each, once in 10**8
+runs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeconv._drive import submit
+from treeconv._verify import choose_coins
+from treeconv.case import Request, VerifyCase
+from treeconv.judge import Observed, Violation, observe, target_rows
+from treeconv.statistical_testing import EProcess, binomial_p_value, split_rate
+from treeconv.tree import DraftTree, RowStatus, VerifyInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from treeconv.backends.base import Backend
+    from treeconv.case import CaseTensors
+
+FALSE_FAIL_RATE = 1e-12  # of one law on one case
+
+_FEWEST, _MOST = 256, 8192  # texts of one case
+_WORTH_GOING_ON = 3.0  # log of the e-value at which more texts are drawn
+# Coins are multiples of 2**-24, which moves a bucket by as much; a claim blurred by 2**-16 holds all the
+# same, and its evidence grows falsely by no more than exp(8192 / 2**16).
+_BLUR = 2.0**-16
+
+_WIDTH = 16  # outcomes of a revealing draw
+_STREAMS = 16  # independent pairs of which each must not agree
+_DEPTHS = (0, 1, 2)  # nodes whose coins are revealed
+
+
+def seeds_of(case: VerifyCase, count: int) -> list[int]:
+    """Seeds that the case fixes: by its first request's coins, which are drawn with it and not used."""
+    subject = case.requests[0]
+    words = [*subject.accept.view(np.uint32).tolist(), int(np.float32(subject.final).view(np.uint32))]
+    return [int(seed) for seed in np.random.SeedSequence(words).generate_state(count, np.uint64)]
+
+
+def _handed(case: VerifyCase, backend: Backend, *, exact: bool = False) -> VerifyCase:
+    """The case as the backend takes it: in logarithms where it has no probability interface.
+
+    ``exact``: then each row becomes even over a power of two of its tokens, which float32 divides exactly.
+    """
+    if case.kind == "logits" or backend.traits.takes_probs:
+        return case
+    if exact:
+        even = [
+            replace(request, rows=np.stack([_even(row) for row in request.rows])) for request in case.requests
+        ]
+        case = replace(case, requests=tuple(even))
+    dtypes = backend.traits.rows_dtypes
+    case = case.as_logits()
+    return case if case.rows_dtype in dtypes else case.with_rows_dtype(dtypes[0])
+
+
+def _even(row: NDArray[np.float32]) -> NDArray[np.float32]:
+    support = np.flatnonzero(row)
+    kept = support[: 1 << (support.size.bit_length() - 1)]
+    even = np.zeros_like(row)
+    even[kept] = 1 / kept.size
+    return even
+
+
+def doors_of(backend: Backend) -> list[str]:
+    """Ways to have coins drawn: the backend's own, or both of our front door's."""
+    own = backend.traits.coins
+    return [own] if own in ("seeds", "generator") else ["seeds", "generator"]
+
+
+def draw(
+    case: VerifyCase,
+    backend: Backend,
+    device: str,
+    positions: Sequence[int],
+    *,
+    seeds: Sequence[int] | None = None,
+    generator: Any = None,
+) -> list[Observed]:
+    """One call whose coins are drawn from seeds or from a generator.
+
+    ``positions`` are the prefix lengths; where they are more than the requests, the batch is so many copies.
+    """
+    tensors = _tiled(case.tensors(device), positions)
+    coins = choose_coins(backend, tensors.batch, seeds=seeds, generator=generator)
+    output = submit(replace(tensors, coins=coins), case.kind, backend)
+    trees = [request.tree for request in case.requests] * (len(positions) // len(case.requests))
+    observed = observe(trees, output, case.slots)
+    for index, one in enumerate(observed):
+        if one.broken:
+            raise Violation(index, one, "one root path and its bonus token", case=case)
+    return observed
+
+
+def _tiled(tensors: CaseTensors, positions: Sequence[int]) -> CaseTensors:
+    import torch  # noqa: PLC0415
+
+    count, slots = len(positions), tensors.batch.num_draft_tokens
+    copies = count // tensors.batch.batch_size
+    device = tensors.rows.device
+    prefix = torch.tensor(list(positions), dtype=torch.int64, device=device)
+    pointers = ("candidates", "retrieve_next_token", "retrieve_next_sibling")
+    batch = VerifyInput(
+        **{name: getattr(tensors.batch, name).repeat(copies, 1) for name in pointers},
+        retrieve_index=torch.arange(count * slots, device=device).view(count, slots),
+        positions=tensors.batch.positions.repeat(copies, 1) + prefix[:, None],
+        prefix_lens=prefix,
+    )
+    rows, temperature = tensors.rows.repeat(copies, 1, 1), tensors.temperature.repeat(copies)
+    return replace(tensors, batch=batch, rows=rows, temperature=temperature)
+
+
+def _generator(seed: int, device: str) -> Any:
+    import torch  # noqa: PLC0415
+
+    return torch.Generator(device).manual_seed(seed % 2**63)
+
+
+# --- the law of what is drawn -------------------------------------------------------------------------
+
+
+def sampled_law(case: VerifyCase, backend: Backend, device: str) -> int:
+    """Texts over fresh coins, the next token at each node counted: evidence against the target's law."""
+    case = _handed(case, backend)
+    subject = case.requests[0]
+    rows = target_rows(subject, case.kind, case.filter_order)
+    if any(rows[node].status is not RowStatus.OK for node in range(len(subject.tree))):
+        return 0
+    claims = {}
+    for node in range(len(subject.tree)):
+        masses = np.array([float(rows[node].mass(token)) for token in range(case.vocab_size)])
+        support = masses > 0
+        claims[node] = (1 - _BLUR) * masses / masses.sum() + _BLUR * support / support.sum()
+    judged = 0
+    # From logits one door is enough: coins do not know what they are compared with.
+    for door in doors_of(backend)[: 1 if case.kind == "logits" else None]:
+        judged += _sampled_law_through(door, case, backend, device, claims)
+    return judged
+
+
+def _sampled_law_through(
+    door: str, case: VerifyCase, backend: Backend, device: str, claims: dict[int, NDArray[np.float64]]
+) -> int:
+    subject = case.requests[0]
+    alone, cap = case.replace_requests([subject]), case.effective_depth_cap
+    # Half of the texts are one request's at successive steps, half are many requests' at one step.
+    seeds = seeds_of(case, 2 + _MOST)
+    steps, others, generator = seeds[0], seeds[2:], _generator(seeds[1], device)
+    evidence = {node: EProcess(claim.tolist()) for node, claim in claims.items()}
+    rate = split_rate(FALSE_FAIL_RATE, 2 * len(claims)) / 1.2  # 1.2 > exp(8192 / 2**16)
+    drawn, more = 0, _FEWEST
+    while drawn < _MOST:
+        if door == "generator":
+            observed = draw(alone, backend, device, [0] * more, generator=generator)
+        else:
+            half = more // 2
+            drawn_from = [steps] * half + others[drawn : drawn + half]
+            places = [*range(drawn, drawn + half), *[0] * half]
+            observed = draw(alone, backend, device, places, seeds=drawn_from)
+        drawn += more
+        counts = _next_tokens(subject.tree, observed, cap, case.vocab_size)
+        for node, process in evidence.items():
+            if process.update(counts[node]) <= rate:
+                raise _unlikely(case, door, node, process, drawn)
+        if max(process.log_e_value for process in evidence.values()) < _WORTH_GOING_ON:
+            break
+        more = drawn
+    return drawn
+
+
+def _next_tokens(
+    tree: DraftTree, observed: Sequence[Observed], cap: int, vocab: int
+) -> dict[int, NDArray[np.int64]]:
+    """How often each token came next at each node, where the text is long enough to show it."""
+    counts = {node: np.zeros(vocab, np.int64) for node in range(len(tree))}
+    for one in observed:
+        node = 0
+        for token in one.tokens:
+            if not 0 <= token < vocab:
+                raise Violation(0, one, f"tokens in [0, {vocab})")
+            counts[node][token] += 1
+            kids = [kid for kid in tree.children[node] if tree.token_ids[kid] == token]
+            if not kids or tree.depths[kids[0]] >= cap:
+                break
+            node = kids[0]
+    return counts
+
+
+def _unlikely(case: VerifyCase, door: str, node: int, process: EProcess, drawn: int) -> Violation:
+    seen, total = process.counts, int(process.counts.sum())
+    claim = np.asarray(process.probabilities)
+    worst = int(np.abs(seen / total - claim).argmax())
+    prefix = [case.requests[0].tree.token_ids[inner] for inner in case.requests[0].tree.path(node)[1:]]
+    why = (
+        f"node {node}, coins drawn from {door}: so unlikely that a right sampler shows it at most once in"
+        f" {1 / process.p_value:.0e} cases"
+    )
+    return Violation(
+        0,
+        f"after {prefix}, token {worst} came {seen[worst]} times of {total} ({drawn} texts)",
+        f"about {claim[worst] * total:.0f}: its probability there is {claim[worst]:.4g}",
+        why,
+    )
+
+
+# --- fresh coins --------------------------------------------------------------------------------------
+
+
+def _revealing(depth: int) -> tuple[DraftTree, NDArray[np.float32]]:
+    """A tree whose text shows one node's coin and the final coin: a chain of certain drafts, then a fan.
+
+    All masses are 1 or 1/16, so that the logits 0 and -inf give the same law exactly.
+    """
+    parents = [-1, *range(depth), *[depth] * _WIDTH]
+    tokens = [0, *[0] * depth, *range(_WIDTH)]
+    rows = np.full((len(parents), _WIDTH), 1 / _WIDTH, np.float32)
+    rows[:depth] = np.eye(1, _WIDTH)
+    return DraftTree(tuple(parents), tuple(tokens)), rows
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """What one set of streams shows: name of a coin -> ``[streams]`` which of 16 outcomes it drew."""
+
+    label: str
+    coins: dict[str, NDArray[np.int64]]
+
+
+def fresh_coins(case: VerifyCase, backend: Backend, device: str) -> int:
+    """Coins of other seeds, steps, calls and requests, and of one text, do not repeat one another."""
+    fans = [_revealing(depth) for depth in _DEPTHS]
+    requests = [Request(tree, rows, 1.0, np.full(len(tree), 0.5, np.float32), 0.5) for tree, rows in fans]
+    # As padded as the case is, and more than its largest tree needs.
+    slots = max(len(tree) for tree, _ in fans) + len(case.requests[0].tree) % 4
+    calls = _handed(VerifyCase(tuple(requests), "probs", slots), backend)
+    judged = 0
+    for door in doors_of(backend):
+        judged += _fresh_coins_through(door, case, calls, backend, device)
+    return judged
+
+
+def _shown(observed: Sequence[Observed], label: str) -> _Draws:
+    coins = {}
+    for which, depth in enumerate(_DEPTHS):
+        texts = [one.tokens for one in observed[which :: len(_DEPTHS)]]
+        if any(len(text) != depth + 2 or max(text) >= _WIDTH for text in texts):
+            raise Violation(
+                which, observed[which], f"{depth} certain drafts, a child of node {depth}, a bonus"
+            )
+        coins[f"coin of node {depth}"] = np.array([text[-2] for text in texts])
+        coins[f"final coin at depth {depth + 1}"] = np.array([text[-1] for text in texts])
+    return _Draws(label, coins)
+
+
+def _fresh_coins_through(
+    door: str, case: VerifyCase, calls: VerifyCase, backend: Backend, device: str
+) -> int:
+    seeds = seeds_of(case, 1 + _STREAMS)
+    size = len(_DEPTHS) * _STREAMS
+    step = seeds[0] % 2**16
+    shown = []
+    if door == "generator":
+        one, two = _generator(seeds[1], device), _generator(seeds[2], device)
+        for label, generator in (("a call", one), ("the next call", one), ("another seed's call", two)):
+            shown.append(_shown(draw(calls, backend, device, [step] * size, generator=generator), label))
+        pairs = [(shown[0], shown[1]), (shown[0], shown[2])]
+    else:
+        # Seeds and steps that a careless sum, product or cut would confuse.
+        points = [
+            ("a seed and step", 0, 0),
+            ("the next step", 0, 1),
+            ("256 steps on", 0, 256),
+            ("the next seed", 1, 0),
+            ("the seed plus 2**32", 2**32, 0),
+        ]
+        for label, seed, further in points:
+            used = [(base + seed) % 2**64 for base in seeds[1:] for _ in _DEPTHS]
+            shown.append(_shown(draw(calls, backend, device, [step + further] * size, seeds=used), label))
+        pairs = [(shown[0], other) for other in shown[1:]] + [(shown[1], shown[3])]
+    neighbour = _Draws("the next request", {name: np.roll(coin, 1) for name, coin in shown[0].coins.items()})
+    pairs.append((shown[0], neighbour))
+    tests = [
+        (f"{left.label}: {a}", f"{right.label}: {b}", left.coins[a], right.coins[b])
+        for left, right in pairs
+        for a, b in product(left.coins, right.coins)
+    ]
+    # Within one text: the coin of the last node tested, and the final one.
+    for draws in shown:
+        names = list(draws.coins)
+        tests += [
+            (f"{draws.label}: {a}", b, draws.coins[a], draws.coins[b])
+            for a, b in zip(names[::2], names[1::2], strict=True)
+        ]
+    rate = split_rate(FALSE_FAIL_RATE, 2 * 2 * len(tests))
+    for name, other, left, right in tests:
+        for what, count in (
+            ("agree", int((left == right).sum())),
+            ("mirror each other", int((left + right == _WIDTH - 1).sum())),
+        ):
+            if binomial_p_value(count, _STREAMS, 1 / _WIDTH) <= rate:
+                got = f"{count} of {_STREAMS} pairs {what}: {name} and {other}, drawn from {door}"
+                why = f"revealed to one of {_WIDTH}: {left.tolist()} and {right.tolist()}"
+                want = f"about {_STREAMS // _WIDTH}, as independent coins do"
+                raise Violation(0, got, want, why, case=calls.replace_requests(calls.requests[:1]))
+    return len(tests)
+
+
+# --- one text for one (seed, position) ----------------------------------------------------------------
+
+
+def seeded_text(case: VerifyCase, backend: Backend, device: str) -> int:
+    """The same seeds and steps again: in the batch, reversed, padded, alone, and from a generator reset."""
+    case = _handed(case, backend, exact=True)
+    judged = 0
+    count = len(case.requests)
+    seeds = seeds_of(case, 2 * count)
+    positions = [seed % 2**16 for seed in seeds[count:]]
+    if "seeds" in doors_of(backend):
+        want = draw(case, backend, device, positions, seeds=seeds[:count])
+
+        def again(where: str, places: Sequence[int], slots: int) -> None:
+            part = replace(case.replace_requests([case.requests[i] for i in places]), num_draft_tokens=slots)
+            got = draw(
+                part, backend, device, [positions[i] for i in places], seeds=[seeds[i] for i in places]
+            )
+            for place, observed in zip(places, got, strict=True):
+                if observed != want[place]:
+                    why = f"seed {seeds[place]} at position {positions[place]} fixes the coins"
+                    raise Violation(place, f"{where}: {observed}", f"as at first: {want[place]}", why)
+
+        everyone = range(count)
+        again("again", everyone, case.slots)
+        again("in the reversed batch", everyone[::-1], case.slots)
+        again("padded by 3 slots", everyone, case.slots + 3)
+        for place in everyone:
+            again("alone", [place], len(case.requests[place].tree))
+        judged += 4 * count
+    if "generator" in doors_of(backend):
+        texts = [
+            draw(case, backend, device, positions, generator=_generator(seeds[0], device)) for _ in range(2)
+        ]
+        for place, (first, second) in enumerate(zip(*texts, strict=True)):
+            if first != second:
+                raise Violation(place, f"from the generator set back: {second}", f"as at first: {first}")
+        judged += count
+    return judged
+
+
+@contextmanager
+def _as_rank(rank: int) -> Iterator[None]:
+    """What tells one rank from another: its environment, and the state of its global generators."""
+    import torch  # noqa: PLC0415
+
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    before = {name: os.environ.get(name) for name in names}
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    os.environ.update(dict.fromkeys(names, str(rank)))
+    random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002
+    torch.manual_seed(rank)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+
+
+def ranks_agree(case: VerifyCase, backend: Backend, device: str) -> int:
+    """The same call as each of three ranks makes it."""
+    case = _handed(case, backend, exact=True)
+    count = len(case.requests)
+    seeds = seeds_of(case, 2 * count)
+    positions = [seed % 2**16 for seed in seeds[count:]]
+    judged = 0
+    for door in doors_of(backend):
+        texts = []
+        for rank in range(3):
+            with _as_rank(rank):
+                given: dict[str, Any] = {"seeds": seeds[:count]}
+                if door == "generator":
+                    given = {"generator": _generator(seeds[0], device)}
+                texts.append(draw(case, backend, device, positions, **given))
+        for rank, text in enumerate(texts):
+            for place in range(count):
+                if text[place] != texts[0][place]:
+                    why = f"coins drawn from {door}, the same on every rank"
+                    raise Violation(
+                        place, f"rank {rank}: {text[place]}", f"as rank 0: {texts[0][place]}", why
+                    )
+        judged += len(texts) * count
+    return judged

@@ -1,0 +1,153 @@
+"""Hypothesis strategies for calls by another rule than target-only: :mod:`treeconv.strategies`, and q.
+
+Draft laws are often the target's own at a node (no residual is left), one-hot, without mass at the drafted
+token, or hold NaN: a drafter's failure that must not reach the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from treeconv.case import VerifyCase
+from treeconv.rules import RATIO_RULES
+from treeconv.sampling import target_probs
+from treeconv.strategies import dyadic_rows, verify_cases
+from treeconv.tree import DraftTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hypothesis.strategies import DrawFn, SearchStrategy
+    from numpy.typing import NDArray
+
+    from treeconv.case import Request
+    from treeconv.rules import RuleName
+
+__all__ = ["RULE_CASES", "draft_laws", "fixed_draft_cases", "rule_cases", "sampled_draft_cases"]
+
+
+@st.composite
+def draft_laws(
+    draw: DrawFn, request: Request, *, kind: str, max_bits: int = 12, allow_unusable: bool = True
+) -> NDArray[np.float32]:
+    """``[n, V]`` float32: a law q for the children of each node.
+
+    * ``kind``: "probs": multiples of ``2**-max_bits``; "logits": about half of them softmaxes.
+    * ``allow_unusable``: whether NaN, infinite and negative values appear; they count as no mass.
+
+    Shrinks towards all mass on token 0.
+    """
+    nodes, vocab = request.rows.shape
+    laws = np.zeros((nodes, vocab), np.float32)
+    for node, row in enumerate(request.rows):
+        what = draw(st.sampled_from(["drawn", "drawn", "near", "same", "bad"]), label="q")
+        if what == "same" or (what == "near" and kind == "logits"):
+            noise = draw(st.sampled_from([2.0**-12, 0.25, 1.0])) if what == "near" else 0.0
+            near = row + np.float32(noise) * np.cos(np.arange(vocab, dtype=np.float32))
+            laws[node] = target_probs(near, request.temperature) if kind == "logits" else row
+            continue
+        laws[node] = draw(dyadic_rows(1, vocab, max_bits=max_bits))[0]
+        if what == "bad" and allow_unusable:
+            value = draw(st.sampled_from([np.nan, np.inf, -1.0]))
+            laws[node, list(draw(st.sets(st.integers(0, vocab - 1), min_size=1)))] = value
+    return laws
+
+
+@st.composite
+def rule_cases(draw: DrawFn, rule: RuleName, *, kind: str = "probs") -> VerifyCase:
+    """Batches verified by a rule, ragged and padded; the drafted tokens need not be likely ones.
+
+    * ``rule``: any; ``chain`` gets chains.
+    * ``kind``: "probs" (dyadic laws, p and q) or "logits".
+
+    Shrinks as :func:`treeconv.strategies.verify_cases` does, q towards all mass on token 0.
+    """
+    shapes: dict[str, Any] = {"shapes": ["chain"]} if rule == "chain" else {}
+    case = draw(verify_cases(kind=kind, max_requests=2, max_nodes=5, min_vocab=2, max_vocab=7, **shapes))
+    requests = case.requests
+    if rule in RATIO_RULES:
+        requests = tuple(
+            replace(request, draft_probs=draw(draft_laws(request, kind=kind))) for request in requests
+        )
+    slots = max(len(request.tree) for request in requests) + draw(st.integers(0, 2), label="padding")
+    return replace(case, requests=requests, rule=rule, num_draft_tokens=slots)
+
+
+@st.composite
+def sampled_draft_cases(draw: DrawFn, rule: RuleName) -> VerifyCase:
+    """A draft's shape with a target and a drafter that are Markov chains: a law then samples every draft.
+
+    * ``rule``: ``chain`` or ``recursive``.
+
+    Few nodes and tokens, masses in sixteenths: the law enumerates drafts and coins. Shrinks towards one root.
+    """
+    shapes = ["chain"] if rule == "chain" else ["star", "random", "chain"]
+    # Two siblings want a fourth token: among three, what is left after one rejection leaves no choice.
+    nodes, vocab = draw(st.sampled_from([(4, 3), (3, 4)]), label="sizes")
+    case = draw(
+        verify_cases(
+            kind="probs",
+            max_nodes=nodes,
+            min_vocab=vocab - 1,
+            max_vocab=vocab,
+            max_bits=4,
+            shapes=shapes,
+            allow_depth_cap=False,
+        )
+    )
+    request = case.requests[0]
+    laws = draw(draft_laws(request, kind="probs", max_bits=4, allow_unusable=False))
+    return replace(case, requests=(replace(request, draft_probs=laws),), rule=rule)
+
+
+@st.composite
+def fixed_draft_cases(draw: DrawFn, rule: RuleName) -> VerifyCase:
+    """The pairing that is refused: children are q's top-k, not a sample of q, and the rule tests p / q.
+
+    * ``rule``: ``chain`` (k = 1, one below the other) or ``recursive`` (a star).
+
+    Shrinks towards one child that both laws are sure of.
+    """
+    vocab = draw(st.integers(2, 4), label="vocab")
+    rows, laws = draw(dyadic_rows(4, vocab, max_bits=4)), draw(dyadic_rows(4, vocab, max_bits=4))
+    count = draw(st.integers(1, min(3, vocab)), label="children")
+    if rule == "chain":
+        tree = DraftTree.chain([0, *(int(law.argmax()) for law in laws[:count])])
+    else:
+        top = np.argsort(-laws[0], kind="stable")[:count]
+        tree = DraftTree((-1, *[0] * count), (0, *(int(token) for token in top)))
+    request = draw(verify_cases(kind="probs", max_nodes=1)).requests[0]
+    size = len(tree)
+    whole = replace(
+        request,
+        tree=tree,
+        rows=rows[:size],
+        accept=np.full(size, 0.5, np.float32),
+        draft_probs=laws[:size],
+    )
+    return VerifyCase((whole,), kind="probs", rule=rule)
+
+
+def _match_cases() -> SearchStrategy[VerifyCase]:
+    small = verify_cases(kind="probs", max_nodes=5, max_vocab=5)
+    return small.map(lambda case: replace(case, rule="draw_and_match"))
+
+
+#: kind of case -> its strategy; part of what ``strategies.cases_for`` knows
+RULE_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
+    "chain_rule": lambda: rule_cases("chain"),
+    "chain_rule_logits": lambda: rule_cases("chain", kind="logits"),
+    "chain_drafts": lambda: sampled_draft_cases("chain"),
+    "chain_fixed": lambda: fixed_draft_cases("chain"),
+    "recursive_rule": lambda: rule_cases("recursive"),
+    "recursive_rule_logits": lambda: rule_cases("recursive", kind="logits"),
+    "recursive_drafts": lambda: sampled_draft_cases("recursive"),
+    "recursive_fixed": lambda: fixed_draft_cases("recursive"),
+    "match_rule": lambda: rule_cases("draw_and_match"),
+    "match_rule_logits": lambda: rule_cases("draw_and_match", kind="logits"),
+    "match_drafts": _match_cases,
+}
