@@ -44,7 +44,7 @@ def _calm(tree: DraftTree, rows: NDArray[np.float32], *, likely_drafts: bool) ->
 
     So walks go deep, and what was processed wrongly further down shows. Many tie.
     """
-    calm: NDArray[np.float32] = np.round(np.clip(rows, -16, 16) / 2) / 4
+    calm = (np.round(np.clip(rows, -16, 16) / 2) / 4).astype(np.float32)
     if likely_drafts:
         calm[list(tree.parents[1:]), list(tree.token_ids[1:])] += 1
     return calm
