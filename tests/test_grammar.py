@@ -70,14 +70,22 @@ def test_each_row_is_what_the_language_allows_after_the_path(data):
         if any(path[:length] in texts for length in range(1, len(path) + 1)):
             assert rows[node] == ANYTHING
         else:
-            expected = {text[len(path)] for text in texts if len(text) > len(path) and text[: len(path)] == path}
+            expected = {
+                text[len(path)] for text in texts if len(text) > len(path) and text[: len(path)] == path
+            }
             assert rows[node] == expected
-    assert len(matcher.asked) == len({(node) for node in range(len(tree)) if rows[node] not in ([], ANYTHING)} - {
-        node for node in range(len(tree)) if not any(
-            text[: len(tree.path(node)) - 1] == tuple(tree.token_ids[i] for i in tree.path(node)[1:])
-            for text in texts
-        ) and node
-    })
+    assert len(matcher.asked) == len(
+        {(node) for node in range(len(tree)) if rows[node] not in ([], ANYTHING)}
+        - {
+            node
+            for node in range(len(tree))
+            if not any(
+                text[: len(tree.path(node)) - 1] == tuple(tree.token_ids[i] for i in tree.path(node)[1:])
+                for text in texts
+            )
+            and node
+        }
+    )
 
 
 def test_a_request_without_a_grammar_and_padding_allow_everything():

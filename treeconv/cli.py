@@ -1,4 +1,4 @@
-"""The command line: ``treeconv verify | replay | convert | doctor``.
+"""The command line: ``treeconv verify | replay | fuzz | corpus | convert | bench | doctor``.
 
 Exit codes: 0 all well, 1 a law is broken, 2 the question could not be answered (bad input, a backend that
 is not there), 130 interrupted.
@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any
 from treeconv import __version__
 from treeconv.convert import to_verify_input, tree_mask
 from treeconv.errors import InvalidArgument, LawBroken, TreeconvError
-from treeconv.tree import DraftTree, TreeMaskMode
+from treeconv.fuzzing.command import add_commands
+from treeconv.tree import TreeMaskMode
+from treeconv.tree_documents import parse_trees
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from treeconv.backends.base import Backend
     from treeconv.suite import Outcome
-    from treeconv.tree import VerifyInput
+    from treeconv.tree import DraftTree, VerifyInput
 
 __all__ = ["main"]
 
@@ -102,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--seconds", type=float, default=240, help="begin no shape after this long")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (PNG; needs matplotlib)")
+    add_commands(command, _add_backend)
     command("doctor", _doctor, "Show versions, devices and backends. Says why a backend cannot be used here.")
     return parser
 
@@ -333,41 +336,13 @@ def _print_layout(batch: VerifyInput, request: int, mask: list[list[bool]]) -> N
 
 
 def _read_trees(name: str) -> tuple[list[DraftTree], list[int] | None, int | None]:
-    """Trees, prefix lengths and slots from a JSON document.
-
-    Raises:
-        InvalidArgument: not readable, not JSON, or not of the documented form; the message says where.
-    """
+    """Trees, prefix lengths and slots from a file or from standard input."""
     where = "standard input" if name == "-" else name
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-        document = json.loads(text)
+        raw = sys.stdin.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise InvalidArgument(f"{where}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # JSON's and UTF-8's
-        raise InvalidArgument(f"{where}: no JSON: {error}") from None
-    beside: dict[str, Any] = {"prefix_lens": None, "num_draft_tokens": None}
-    if isinstance(document, dict):
-        beside |= {key: document.pop(key) for key in beside if key in document}
-        items = document.pop("trees") if set(document) == {"trees"} else [document]
-    else:
-        items = document
-    if not isinstance(items, list) or not items:
-        raise InvalidArgument(f"{where}: must hold a tree, or a list of at least one")
-    trees = []
-    for index, item in enumerate(items):
-        if not isinstance(item, dict) or set(item) != {"parents", "token_ids"}:
-            keys = sorted(item) if isinstance(item, dict) else type(item).__name__
-            raise InvalidArgument(
-                f"{where}: tree {index}: must hold parents and token_ids alone, but holds {keys}"
-            )
-        if not all(isinstance(values, list) for values in item.values()):
-            raise InvalidArgument(f"{where}: tree {index}: parents and token_ids must be lists of integers")
-        try:
-            trees.append(DraftTree(tuple(item["parents"]), tuple(item["token_ids"])))
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{where}: tree {index}: {error}") from None
-    return trees, beside["prefix_lens"], beside["num_draft_tokens"]
+    return parse_trees(raw, where)
 
 
 # --- doctor -------------------------------------------------------------------------------------------

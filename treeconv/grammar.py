@@ -1,4 +1,4 @@
-"""The bitmask rows of a draft tree from a grammar's matcher: the state at a node is the committed text + path.
+"""A draft tree's bitmask rows from a grammar's matcher: the state at a node is committed text + path.
 
 The matcher walks the tree depth first, one token in on the way down, one token back on the way up. So no
 node sees what only its sibling accepted, and the matcher comes back as it was handed in.
@@ -93,7 +93,9 @@ def _fill(rows: torch.Tensor, tree: DraftTree, matcher: Matcher) -> None:
                 accepted.pop()
                 matcher.rollback(1)
             if node:
-                if not matcher.accept_token(tree.token_ids[node]):  # it stays where it was: nothing to take back
+                if not matcher.accept_token(
+                    tree.token_ids[node]
+                ):  # it stays where it was: nothing to take back
                     rows[_below(tree, node)] = 0
                     continue
                 accepted.append(node)

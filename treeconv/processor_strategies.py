@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from treeconv.case import round_rows
-from treeconv.processors import PROCESSORS, RequestProcessors, bitmask_words
+from treeconv.processors import PROCESSORS, RequestProcessors, pack_bitmask
 from treeconv.strategies import cases_for, verify_cases
 
 if TYPE_CHECKING:
@@ -22,21 +22,12 @@ if TYPE_CHECKING:
     from treeconv.processors import ProcessorKind
     from treeconv.tree import DraftTree
 
-__all__ = ["PROCESSOR_CASES", "bitmask_of", "processed_cases", "processors_for"]
+__all__ = ["PROCESSOR_CASES", "processed_cases", "processors_for"]
 
 # Mostly multiples of 1/4, so that most processed logits are exact in float32.
 _BIASES = (1.0, -1.0, 0.5, 2.0, -0.25, 100.0, -100.0, -np.inf, 1e8, -1e8, 0.1)
 _REPETITIONS = (2.0, 0.5, 1.5, 1.25, 1.1)
 _AMOUNTS = (0.5, 1.0, -0.5, 2.0, -2.0, 0.25, 0.1)
-
-
-def bitmask_of(allowed: NDArray[np.bool_], *, rest: bool = False) -> NDArray[np.int32]:
-    """``[n, V]`` booleans as ``[n, ceil(V / 32)]`` int32 words; the bits behind V are all ``rest``."""
-    nodes, vocab = allowed.shape
-    bits = np.full((nodes, 32 * bitmask_words(vocab)), rest)
-    bits[:, :vocab] = allowed
-    words: NDArray[np.int32] = np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
-    return words
 
 
 def _calm(tree: DraftTree, rows: NDArray[np.float32], *, likely_drafts: bool) -> NDArray[np.float32]:
@@ -122,7 +113,7 @@ def processors_for(
     if not allow_empty:
         _some_token_is_left(rows, held, allowed)
     if allowed is not None:
-        held["token_bitmask"] = bitmask_of(allowed, rest=draw(st.booleans(), label="bits behind V"))
+        held["token_bitmask"] = pack_bitmask(allowed, rest=draw(st.booleans(), label="bits behind V"))
         if draw(st.integers(0, 3), label="NaN where forbidden?") == 3:
             rows[~allowed] = np.nan
     if "penalties" in on and vocab > 1 and draw(st.integers(0, 3), label="tie?") == 3:
@@ -203,7 +194,7 @@ def _seeded(
         for node in range(1, len(tree)):  # most drafts are allowed, so that walks go deep
             allowed[tree.parents[node], tree.token_ids[node]] = rng.random() < 0.8
         allowed[:, 0] = True
-        held["token_bitmask"] = bitmask_of(allowed, rest=bool(rng.integers(2)))
+        held["token_bitmask"] = pack_bitmask(allowed, rest=bool(rng.integers(2)))
     if "penalties" in kinds:
         held["repetition_penalty"] = float(rng.choice([1.0, 2.0, 1.25]))
         held["frequency_penalty"] = float(rng.choice([0.5, 0.0, -0.25, 1.0]))

@@ -25,7 +25,7 @@ import numpy as np
 from treeconv.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -39,6 +39,7 @@ __all__ = [
     "RequestProcessors",
     "bitmask_words",
     "check_penalty",
+    "pack_bitmask",
 ]
 
 ProcessorKind = Literal["bias", "bitmask", "penalties"]
@@ -50,6 +51,15 @@ PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_pena
 def bitmask_words(vocab_size: int) -> int:
     """How many int32 words hold one bit per token: bit ``t % 32`` of word ``t // 32`` (xgrammar's layout)."""
     return -(-vocab_size // 32)
+
+
+def pack_bitmask(allowed: NDArray[np.bool_], *, rest: bool = False) -> NDArray[np.int32]:
+    """``[n, V]`` booleans as ``[n, ceil(V / 32)]`` int32 words; the bits behind V are all ``rest``."""
+    nodes, vocab = allowed.shape
+    bits = np.full((nodes, 32 * bitmask_words(vocab)), rest)
+    bits[:, :vocab] = allowed
+    words: NDArray[np.int32] = np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
+    return words
 
 
 def check_penalty(name: str, value: Any) -> float:
@@ -149,6 +159,28 @@ class RequestProcessors:
         """The processors of a tree that keeps these nodes, with further tokens committed before its root."""
         mask = None if self.token_bitmask is None else self.token_bitmask[list(nodes)]
         return replace(self, token_bitmask=mask, committed_tokens=(*self.committed_tokens, *committed))
+
+    def at_tokens(self, kept: Sequence[int], vocab_size: int) -> RequestProcessors:
+        """The processors over a smaller vocabulary: these ids, closed up, others forgotten."""
+        bias = None if self.logit_bias is None else self.logit_bias[list(kept)]
+        mask = self.token_bitmask
+        if mask is not None:
+            bits = np.unpackbits(mask.astype("<i4").view(np.uint8), axis=1, bitorder="little")
+            mask = pack_bitmask(bits[:, list(kept)] == 1)
+        place = {old: new for new, old in enumerate(kept)}
+        committed = [place.get(t, len(kept)) for t in self.committed_tokens if t in place or t >= vocab_size]
+        return replace(self, logit_bias=bias, token_bitmask=mask, committed_tokens=tuple(committed))
+
+    def plainer(self) -> Iterator[RequestProcessors]:
+        """The same with one thing off, or one committed token fewer: what a failure is shrunk by."""
+        off = RequestProcessors()
+        for name in ("logit_bias", "token_bitmask", *PENALTIES):
+            less = replace(self, **{name: getattr(off, name)})
+            if less != self:
+                yield less
+        for place in range(len(self.committed_tokens)):
+            committed = self.committed_tokens[:place] + self.committed_tokens[place + 1 :]
+            yield replace(self, committed_tokens=committed)
 
     def __str__(self) -> str:
         parts = []
