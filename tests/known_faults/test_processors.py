@@ -104,7 +104,7 @@ def test_b76_a_sibling_does_not_advance_the_grammar(backend):
 
 
 def test_b77_a_refused_token_is_not_rolled_back():
-    """Grammar "4 0 1", 4 committed: 7 is refused, the node of 0 allows {1}; wrong: back before 4, 0 refused."""
+    """Grammar "4 0 1", 4 committed: 7 refused, the node of 0 allows {1}; wrong: back before 4, 0 refused."""
     tree = DraftTree([-1, 0, 0], [4, 7, 0])
     matcher = Rules(table((4, 0, 1)), committed=(4,))
     assert masks(tree, matcher) == [{0}, set(), {1}]

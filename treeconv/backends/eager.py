@@ -130,7 +130,7 @@ class _LazyWalk:
         return children
 
     def _gather(self, requests: Sequence[int]) -> torch.Tensor:
-        """The current rows, ``[A, V]``: in their own dtype, a view for one request; processed ones float32."""
+        """The current rows, ``[A, V]``: in their own dtype, a view for one request; if processed float32."""
         nodes = [self._paths[request][-1] for request in requests]
         rows = self._raw(requests, nodes)
         return rows if self._processors is None else self._processed(rows, requests, nodes)
