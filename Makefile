@@ -13,7 +13,8 @@ setup: $(VENV)/.ready  ## the virtual environment, pinned by constraints.txt
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+		--config-settings editable_mode=compat  # else the folder above the clone hides the package
 	@touch $@
 
 verify: $(VENV)/.ready  ## the laws, on every CPU backend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+import zlib
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,9 @@ _NASTY = (
     "0x0p+0",
 )
 _NASTY_NESTED: tuple[Any, ...] = ([], {}, [[]], [0], {"type": "raw"}, [[[[1]]]])
+
+
+_UNSIGNED = ("schema", "treeconv_trace", "sha256")
 
 
 @cache
@@ -156,17 +160,20 @@ def _edited(document: Any, path: Sequence[Any], value: Any, *, drop: bool) -> An
 
 
 @st.composite
-def _damaged_json(draw: DrawFn, documents: SearchStrategy[Any], *, signed: bool = False) -> str:
-    """A document with some of its values replaced or left out, now and then cut off or with bytes changed."""
+def _damaged_json(draw: DrawFn, documents: SearchStrategy[Any], signed_with: bytes | None = None) -> str:
+    """A document with some of its values replaced or left out, now and then cut off or with bytes changed.
+
+    ``signed_with``: what the checksum is taken of besides the document; None for one without.
+    """
     document = draw(documents)
     for _ in range(draw(st.integers(0, 3), label="edits")):
         places = _places(document)
         path = draw(st.sampled_from(places))
         nasty = copy.deepcopy(draw(st.sampled_from([*_NASTY, *_NASTY_NESTED])))
         document = _edited(document, path, nasty, drop=bool(path) and draw(st.booleans(), label="drop"))
-    if signed and isinstance(document, dict) and draw(st.integers(0, 3), label="checksum"):
-        bare = {key: value for key, value in document.items() if key not in ("schema", "sha256")}
-        document = {**document, "sha256": codec.sha256(codec.canonical(bare))}
+    if signed_with is not None and isinstance(document, dict) and draw(st.integers(0, 3), label="checksum"):
+        bare = {key: value for key, value in document.items() if key not in _UNSIGNED}
+        document = {**document, "sha256": codec.sha256(codec.canonical(bare), signed_with)}
     raw = bytearray(json.dumps(document).encode())
     return _damaged_bytes(draw, raw)
 
@@ -202,7 +209,7 @@ def corpus_inputs() -> SearchStrategy[str]:
     for path in sorted(repository.glob("*/*.json")):  # RawCase and EagleCase, where the project's own is here
         if path.stat().st_size < 20_000:
             documents.append(json.loads(path.read_bytes()))
-    return _damaged_json(st.sampled_from(documents).map(copy.deepcopy), signed=True)
+    return _damaged_json(st.sampled_from(documents).map(copy.deepcopy), b"")
 
 
 @st.composite
@@ -215,7 +222,7 @@ def trace_inputs(draw: DrawFn) -> str:
     )  # fmt: skip
     raw = save_trace(Path(scratch().name) / "seeds", trace).read_bytes()
     line, _, body = raw.partition(b"\n")
-    header = draw(_damaged_json(st.just(json.loads(line))))
+    header = draw(_damaged_json(st.just(json.loads(line)), zlib.decompress(body)))
     return header + "\n" + _damaged_bytes(draw, bytearray(body))
 
 
