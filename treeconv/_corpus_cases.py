@@ -203,11 +203,13 @@ class EagleCase:
 
 
 def schema_of(case: VerifyCase | RawCase | EagleCase) -> int:
-    """The lowest schema that can hold a case: 2 where requests carry filters, else 1.
+    """The lowest schema that can hold a case: 3 for a rule besides target-only, 2 for filters, else 1.
 
-    So what has no filters is written as it always was, under the same name, and read by older readers.
+    So what has neither is written as it always was, under the same name, and read by older readers.
     """
-    return 2 if isinstance(case, VerifyCase) and case.has_filter_settings else 1
+    if not isinstance(case, VerifyCase):
+        return 1
+    return 3 if case.rule != "target_only" else 2 if case.has_filter_settings else 1
 
 
 def encode_case(case: VerifyCase | RawCase | EagleCase) -> dict[str, Any]:
@@ -228,27 +230,33 @@ def encode_case(case: VerifyCase | RawCase | EagleCase) -> dict[str, Any]:
             "final": codec.encode_floats(case.final),
             "rows": codec.encode_floats(case.rows),
         }
-    has_filters = schema_of(case) == 2
+    schema = schema_of(case)
     return {
         "type": "trees",
         "kind": case.kind,
         "rows_dtype": case.rows_dtype,
         "num_draft_tokens": case.num_draft_tokens,
         "depth_cap": case.depth_cap,
-        **({"filter_order": case.filter_order} if has_filters else {}),
+        **({"filter_order": case.filter_order} if schema >= 2 else {}),
+        **({"rule": case.rule} if schema >= 3 else {}),
         "requests": [
             {
                 "parents": list(request.tree.parents),
                 "token_ids": list(request.tree.token_ids),
                 "temperature": codec.encode_float(request.temperature),
-                **(_encode_filters(request) if has_filters else {}),
+                **(_encode_filters(request) if schema >= 2 else {}),
                 "accept": codec.encode_floats(request.accept),
                 "final": codec.encode_float(request.final),
                 "rows": codec.encode_floats(request.rows),
+                **({"draft_probs": _encode_optional(request.draft_probs)} if schema >= 3 else {}),
             }
             for request in case.requests
         ],
     }
+
+
+def _encode_optional(rows: NDArray[np.float32] | None) -> Any:
+    return None if rows is None else codec.encode_floats(rows)
 
 
 def _encode_filters(request: Request) -> dict[str, Any]:
@@ -266,6 +274,20 @@ def _decode_filters(item: dict[str, Any], where: str) -> dict[str, Any]:
         if float(np.float32(found[name])) != found[name]:
             raise CorpusError(f"{where}.{name}={item[name]!r}, but must be a float32 exactly")
     return found
+
+
+def _temperature(value: Any, where: str) -> float:
+    number = codec.decode_float(value, where)
+    if not 0 <= number < float("inf"):
+        raise CorpusError(f"{where}={value!r}, but must be finite and >= 0")
+    return number
+
+
+def _final_coin(value: Any, where: str) -> float:
+    number = codec.decode_float(value, where)
+    if not 0 <= number <= 1:
+        raise CorpusError(f"{where}={value!r}, but must be in [0, 1]")
+    return number
 
 
 def _optional_int(value: Any, where: str) -> int | None:
@@ -289,7 +311,7 @@ def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
             **{name: codec.decode_ints(value[name], f"case.{name}", 2) for name in pointers},
             rows=codec.decode_floats(value["rows"], "case.rows", 3),
             temperature=tuple(
-                codec.decode_float(item, f"case.temperature[{i}]") for i, item in enumerate(temperature)
+                _temperature(item, f"case.temperature[{i}]") for i, item in enumerate(temperature)
             ),
             accept=codec.decode_floats(value["accept"], "case.accept", 2),
             final=codec.decode_floats(value["final"], "case.final", 1),
@@ -300,14 +322,19 @@ def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
     if kind != "trees":
         raise CorpusError(f"case.type={kind!r}, but must be 'trees', 'raw' or 'eagle'")
     keys = ("type", "kind", "rows_dtype", "num_draft_tokens", "depth_cap", "requests")
-    codec.take(value, (*keys, "filter_order") if schema == 2 else keys, "case")
+    more = (("filter_order",) if schema >= 2 else ()) + (("rule",) if schema >= 3 else ())
+    codec.take(value, (*keys, *more), "case")
     if not isinstance(value["requests"], list):
         raise CorpusError("case.requests must be a list")
     requests = []
     for index, item in enumerate(value["requests"]):
         where = f"case.requests[{index}]"
         keys = ("parents", "token_ids", "temperature", "accept", "final", "rows")
-        codec.take(item, (*keys, "top_k", "top_p", "min_p") if schema == 2 else keys, where)
+        more = (("top_k", "top_p", "min_p") if schema >= 2 else ()) + (
+            ("draft_probs",) if schema >= 3 else ()
+        )
+        codec.take(item, (*keys, *more), where)
+        draft_probs = item.get("draft_probs")
         tree = DraftTree(
             codec.decode_ints(item["parents"], f"{where}.parents", 1),
             codec.decode_ints(item["token_ids"], f"{where}.token_ids", 1),
@@ -316,10 +343,13 @@ def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
             Request(
                 tree,
                 rows=codec.decode_floats(item["rows"], f"{where}.rows", 2),
-                temperature=codec.decode_float(item["temperature"], f"{where}.temperature"),
+                temperature=_temperature(item["temperature"], f"{where}.temperature"),
                 accept=codec.decode_floats(item["accept"], f"{where}.accept", 1),
-                final=codec.decode_float(item["final"], f"{where}.final"),
-                **(_decode_filters(item, where) if schema == 2 else {}),
+                final=_final_coin(item["final"], f"{where}.final"),
+                **(_decode_filters(item, where) if schema >= 2 else {}),
+                draft_probs=None
+                if draft_probs is None
+                else codec.decode_floats(draft_probs, f"{where}.draft_probs", 2),
             )
         )
     case = VerifyCase(
@@ -329,6 +359,7 @@ def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
         depth_cap=_optional_int(value["depth_cap"], "case.depth_cap"),
         rows_dtype=value["rows_dtype"],
         filter_order=value.get("filter_order", "sequential"),
+        rule=value.get("rule", "target_only"),
     )
     largest = max(len(request.tree) for request in case.requests)
     if case.num_draft_tokens is not None and case.num_draft_tokens < largest:

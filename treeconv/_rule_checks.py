@@ -77,7 +77,8 @@ class _Markov:
         Where q has no token left for a sibling the drafter proposes none, nor anything below it.
         """
         shape = self.subject.tree.parents
-        pending = [(Fraction(1), (self.subject.tree.token_ids[0],), (0,))]  # chance, tokens, their slots
+        root = self.subject.tree.token_ids[0]
+        pending: list[tuple[Fraction, Text, tuple[int, ...]]] = [(Fraction(1), (root,), (0,))]
         for node in range(1, len(shape)):
             grown = []
             for chance, tokens, slots in pending:
@@ -93,7 +94,7 @@ class _Markov:
                     (chance * q / total, (*tokens, token), (*slots, node)) for token, q in left.items()
                 ] or [(chance, tokens, slots)]
             pending = grown
-        for chance, tokens, slots in pending:
+        for chance, tokens, slots in pending:  # the drafted nodes' tokens, and their places in the shape
             parents = [-1, *(slots.index(shape[slot]) for slot in slots[1:])]
             yield chance, self._request(DraftTree(tuple(parents), tokens))
 

@@ -26,8 +26,8 @@ __all__ = [
     "check_filters",
     "check_int",
     "check_rows",
-    "check_seeds",
     "check_rule",
+    "check_seeds",
     "check_sequence_of_trees",
     "check_temperature",
     "check_tokens",
@@ -430,16 +430,16 @@ def check_rule(
 
     Trees are looked at on the CPU only: reading them back from a device would wait for it.
     """
-    if name == "target_only" and drafting == "fixed" and draft_probs is None:
-        if threshold_single == threshold_acc == 1:  # what nearly every call is
-            return None
+    if (name, drafting, draft_probs, threshold_single, threshold_acc) == ("target_only", "fixed", None, 1, 1):
+        return None  # what nearly every call is
     check_pairing(name, drafting)
     if draft_probs is not None:
         draft_probs = check_rows(draft_probs, "draft_probs", batch, ("float32",))
         if draft_probs.shape[2] != vocab_size:
             raise InvalidArgument(
-                f"draft_probs.shape={tuple(draft_probs.shape)}, but must be {(*batch.candidates.shape, vocab_size)}:"
-                " one law per slot, over the target's vocabulary (map a reduced one to it first)"
+                f"draft_probs.shape={tuple(draft_probs.shape)}, but must be"
+                f" {(*batch.candidates.shape, vocab_size)}: one law per slot, over the target's"
+                " vocabulary (map a reduced one to it first)"
             )
     rule = Rule(name, draft_probs, threshold_single, threshold_acc)
     if name == "chain" and batch.device.type == "cpu":
@@ -447,8 +447,8 @@ def check_rule(
         if len(twins):
             request, node = twins[0].tolist()
             raise InvalidArgument(
-                f"rule='chain', but request {request}, node {node} has a sibling: chain takes one child a node;"
-                " use rule='recursive' for siblings sampled without replacement"
+                f"rule='chain', but request {request}, node {node} has a sibling: chain takes one child a"
+                " node; use rule='recursive' for siblings sampled without replacement"
             )
     return None if rule.is_plain else rule
 

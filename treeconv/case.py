@@ -197,7 +197,8 @@ class VerifyCase:
                 )
             if self.rule == "chain" and any(len(children) > 1 for children in request.tree.children):
                 raise InvalidArgument(
-                    f"requests[{index}].tree has a node with two children, but must be a chain with rule='chain'"
+                    f"requests[{index}].tree has a node with two children, but must be a chain with"
+                    " rule='chain'"
                 )
 
     @property

@@ -1,4 +1,4 @@
-"""The command line: ``treeconv verify | replay | convert | doctor``.
+"""The command line: ``treeconv verify | replay | fuzz | corpus | convert | bench | doctor``.
 
 Exit codes: 0 all well, 1 a law is broken, 2 the question could not be answered (bad input, a backend that
 is not there), 130 interrupted.
@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -18,14 +19,16 @@ from typing import TYPE_CHECKING, Any
 from treeconv import __version__
 from treeconv.convert import to_verify_input, tree_mask
 from treeconv.errors import InvalidArgument, LawBroken, TreeconvError
-from treeconv.tree import DraftTree, TreeMaskMode
+from treeconv.fuzzing.command import add_commands
+from treeconv.tree import TreeMaskMode
+from treeconv.tree_documents import parse_trees
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from treeconv.backends.base import Backend
     from treeconv.suite import Outcome
-    from treeconv.tree import VerifyInput
+    from treeconv.tree import DraftTree, VerifyInput
 
 __all__ = ["main"]
 
@@ -71,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "Judge a saved case again. Prints the failure, or `kept`. Exit code 1 if its law is broken.",
     )
     replay.add_argument(
-        "file", type=Path, help="a .json case or a .trace, as found in corpus/ and .treeconv/"
+        "file", type=Path, help="a .json case, .trace or .input, as found in corpus/ and .treeconv/"
     )
     _add_backend(replay, "default: the one it was found on, else every one that can run")
     convert = command(
@@ -98,10 +101,17 @@ def _parser() -> argparse.ArgumentParser:
     ):
         bench.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=of_what)
     bench.add_argument("--temperature", type=float, nargs="+", metavar="T", help="temperatures")
-    bench.add_argument("--path", nargs="+", default=["deployed", "eager", "triton"], metavar="PATH")
+    bench.add_argument(
+        "--path",
+        nargs="+",
+        default=["deployed", "eager", "triton"],
+        metavar="PATH",
+        help="what to time (default: deployed eager triton)",
+    )
     bench.add_argument("--seconds", type=float, default=240, help="begin no shape after this long")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (PNG; needs matplotlib)")
+    add_commands(command, _add_backend)
     command("doctor", _doctor, "Show versions, devices and backends. Says why a backend cannot be used here.")
     return parser
 
@@ -180,7 +190,9 @@ def _verify(options: argparse.Namespace) -> int:
     if not cases:
         raise InvalidArgument("no law applies to these backends, so nothing was judged")
     verdict = "FAIL" if broken else "PASS"
-    _say(f"{verdict} {len(laws)} laws, {len(backends)} backends, {cases} cases, {broken} broken")
+    judged = {outcome.law for outcome in outcomes if not outcome.skipped}
+    skipped = f" ({len(laws) - len(judged)} skipped)" if len(judged) < len(laws) else ""
+    _say(f"{verdict} {len(judged)} laws{skipped}, {len(backends)} backends, {cases} cases, {broken} broken")
     return 1 if broken else 0
 
 
@@ -210,6 +222,10 @@ def _judge(
                 )
             )
             progress.update(task, completed=max_examples * done)  # skipped, broken or exhausted early
+            if not console.is_terminal:  # a log wants to see that something happens
+                said = f"{law.name} {backend.name if backend else ''}".rstrip()
+                cell = re.sub(r"\[.*?\]", "", _cell(outcomes[-1]))
+                print(f"{done}/{len(jobs)} {said}: {cell}", file=sys.stderr, flush=True)  # noqa: T201
     return outcomes
 
 
@@ -252,6 +268,8 @@ def _replay(options: argparse.Namespace) -> int:
     from treeconv.replay import law_of, replay_entry, replay_trace, why_not_judged  # noqa: PLC0415
     from treeconv.tree_laws import TreeLaw  # noqa: PLC0415
 
+    if options.file.suffix == ".input":
+        return _replay_input(options.file)
     warnings.simplefilter("ignore")
     device = suite.check_device(options.device)
     found_on: list[str] = []
@@ -296,6 +314,19 @@ def _replay(options: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
+def _replay_input(path: Path) -> int:
+    from treeconv.fuzzing.parsers import load_input  # noqa: PLC0415
+
+    parser, value = load_input(path)
+    try:
+        parser.run(value)
+    except LawBroken as error:
+        _say(f"{error}\n  replay:   treeconv replay {path}")
+        return 1
+    _say(f"kept: {parser.name}")
+    return 0
+
+
 # --- convert ------------------------------------------------------------------------------------------
 
 
@@ -333,41 +364,13 @@ def _print_layout(batch: VerifyInput, request: int, mask: list[list[bool]]) -> N
 
 
 def _read_trees(name: str) -> tuple[list[DraftTree], list[int] | None, int | None]:
-    """Trees, prefix lengths and slots from a JSON document.
-
-    Raises:
-        InvalidArgument: not readable, not JSON, or not of the documented form; the message says where.
-    """
+    """Trees, prefix lengths and slots from a file or from standard input."""
     where = "standard input" if name == "-" else name
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-        document = json.loads(text)
+        raw = sys.stdin.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise InvalidArgument(f"{where}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # JSON's and UTF-8's
-        raise InvalidArgument(f"{where}: no JSON: {error}") from None
-    beside: dict[str, Any] = {"prefix_lens": None, "num_draft_tokens": None}
-    if isinstance(document, dict):
-        beside |= {key: document.pop(key) for key in beside if key in document}
-        items = document.pop("trees") if set(document) == {"trees"} else [document]
-    else:
-        items = document
-    if not isinstance(items, list) or not items:
-        raise InvalidArgument(f"{where}: must hold a tree, or a list of at least one")
-    trees = []
-    for index, item in enumerate(items):
-        if not isinstance(item, dict) or set(item) != {"parents", "token_ids"}:
-            keys = sorted(item) if isinstance(item, dict) else type(item).__name__
-            raise InvalidArgument(
-                f"{where}: tree {index}: must hold parents and token_ids alone, but holds {keys}"
-            )
-        if not all(isinstance(values, list) for values in item.values()):
-            raise InvalidArgument(f"{where}: tree {index}: parents and token_ids must be lists of integers")
-        try:
-            trees.append(DraftTree(tuple(item["parents"]), tuple(item["token_ids"])))
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{where}: tree {index}: {error}") from None
-    return trees, beside["prefix_lens"], beside["num_draft_tokens"]
+    return parse_trees(raw, where)
 
 
 # --- doctor -------------------------------------------------------------------------------------------
@@ -410,8 +413,9 @@ def _doctor(options: argparse.Namespace) -> int:
         _say(f"device        no CUDA device: torch is {built}")
     for name, reason in available_backends().items():
         if reason is None:
-            kinds = " and ".join(get_backend(name).traits.devices)
-            _say(f"backend       {name}: available, runs on {kinds}")
+            kinds = get_backend(name).traits.devices
+            here = "available" if "cpu" in kinds or torch.cuda.is_available() else "not usable here"
+            _say(f"backend       {name}: {here}, runs on {' and '.join(kinds)}")
         else:
             _say(f"backend       {name}: not available: {reason.removeprefix(f'backend={name!r} ')}")
     return 0

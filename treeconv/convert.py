@@ -104,7 +104,10 @@ def to_verify_input(
     if prefix_lens is not None:
         if len(prefix_lens) != batch:
             raise InvalidArgument(f"len(prefix_lens)={len(prefix_lens)}, but must be {batch}, one per tree")
-        prefix[:] = [check_int(n, f"prefix_lens[{b}]", 0) for b, n in enumerate(prefix_lens)]
+        for index, length in enumerate(prefix_lens):
+            if check_int(length, f"prefix_lens[{index}]", 0) >= 2**62:  # positions are a depth beyond it
+                raise InvalidArgument(f"prefix_lens[{index}]={length}, but must be below 2**62")
+            prefix[index] = length
 
     parents, tokens = _padded(trees, num_draft_tokens)
     shape = parents.shape
@@ -388,7 +391,8 @@ def from_eagle(draft: EagleDraft) -> list[DraftTree]:
 
     Raises:
         InvalidTree: a node whose parent was not selected (SGLang's kernel reads another request's row
-            there) or comes after it, and whatever :class:`DraftTree` refuses. The message names it.
+            there) or comes after it, a candidate selected twice, and whatever :class:`DraftTree` refuses.
+            The message names it.
     """
     topk = check_int(draft.topk, "topk", 1)
     trees = []
@@ -401,6 +405,13 @@ def from_eagle(draft: EagleDraft) -> list[DraftTree]:
     )
     for request, (beams, numbers, tokens, root) in enumerate(rows):
         node_of = {number: node for node, number in enumerate(numbers, start=1)}
+        if len(node_of) < len(numbers):
+            node = next(node for node, number in enumerate(numbers, start=1) if node_of[number] != node)
+            number = numbers[node - 1]
+            raise InvalidTree(
+                f"request {request}, node {node_of[number]}: top_scores_index={number} is node {node}'s"
+                " already, but a candidate must be selected once"
+            )
         parents = [-1]
         for node, number in enumerate(numbers, start=1):
             beam = number // topk

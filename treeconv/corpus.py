@@ -34,7 +34,7 @@ __all__ = [
     "save_trace",
 ]
 
-SCHEMA = 2  # the newest; a case is written in the oldest that can hold it
+SCHEMA = 3  # the newest; a case is written in the oldest that can hold it
 _LAW = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # it begins a file name
 _ENTRY = ("law", "note", "source", "issue", "backend", "lossless", "thresholds", "parameters", "expected")
 
@@ -260,7 +260,7 @@ def load_entry(path: str | Path) -> CorpusEntry:
 
 
 def load_corpus(directory: str | Path) -> tuple[list[CorpusEntry], list[CorpusError]]:
-    """Read every ``*.json`` under a directory, in name order.
+    """Read every ``*.json`` under a directory, in name order; hidden folders (``.fuzz``) are workshops.
 
     Returns:
         The entries, and one error for each file that could not be read: report those, run the rest.
@@ -271,4 +271,6 @@ def load_corpus(directory: str | Path) -> tuple[list[CorpusEntry], list[CorpusEr
     directory = Path(directory)
     if not directory.is_dir():
         raise CorpusError(f"{directory}: no such directory")
-    return codec.load_each(sorted(directory.rglob("*.json")), load_entry)
+    found = sorted(directory.rglob("*.json"))
+    hidden = [path for path in found if any(part[0] == "." for part in path.relative_to(directory).parts)]
+    return codec.load_each([path for path in found if path not in hidden], load_entry)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for calls by another rule than target-only: what :mod:`treeconv.strategies` draws, and q.
+"""Hypothesis strategies for calls by another rule than target-only: :mod:`treeconv.strategies`, and q.
 
 Draft laws are often the target's own at a node (no residual is left), one-hot, without mass at the drafted
 token, or hold NaN: a drafter's failure that must not reach the text.
@@ -86,8 +86,18 @@ def sampled_draft_cases(draw: DrawFn, rule: RuleName) -> VerifyCase:
     Few nodes and tokens, masses in sixteenths: the law enumerates drafts and coins. Shrinks towards one root.
     """
     shapes = ["chain"] if rule == "chain" else ["star", "random", "chain"]
+    # Two siblings want a fourth token: among three, what is left after one rejection leaves no choice.
+    nodes, vocab = draw(st.sampled_from([(4, 3), (3, 4)]), label="sizes")
     case = draw(
-        verify_cases(kind="probs", max_nodes=4, max_vocab=3, max_bits=4, shapes=shapes, allow_depth_cap=False)
+        verify_cases(
+            kind="probs",
+            max_nodes=nodes,
+            min_vocab=vocab - 1,
+            max_vocab=vocab,
+            max_bits=4,
+            shapes=shapes,
+            allow_depth_cap=False,
+        )
     )
     request = case.requests[0]
     laws = draw(draft_laws(request, kind="probs", max_bits=4, allow_unusable=False))

@@ -2,14 +2,14 @@
 
 * ``target_only``: children in order, one coin per node, against the running sum of the target's own masses.
   Exact for any draft, and on a fixed set of children no exact rule accepts more. Reads no draft law.
-* ``draw_and_match``: draw a token from every visited node's own law, follow it where it was drafted. Exact for
-  any draft. The reference DDTree's way. Reads no draft law.
-* ``chain``: accept the child t with ``min(1, p(t) / q(t))``, else draw from ``relu(p - q)`` (Leviathan et al.,
-  "Fast inference from transformers via speculative decoding", ICML 2023; Chen et al., 2023). Exact where the
-  child was *sampled* from q, one child a node.
-* ``recursive``: the same from sibling to sibling, q renormalised without the ones before and p replaced by the
-  residual after each rejection (Jeon et al., "Recursive speculative decoding", 2024; EAGLE). Exact where the
-  siblings were *sampled without replacement* from q.
+* ``draw_and_match``: draw a token from every visited node's own law, follow it where it was drafted. Exact
+  for any draft. The reference DDTree's way. Reads no draft law.
+* ``chain``: accept the child t with ``min(1, p(t) / q(t))``, else draw from ``relu(p - q)`` (Leviathan et
+  al., "Fast inference from transformers via speculative decoding", ICML 2023; Chen et al., 2023). Exact where
+  the child was *sampled* from q, one child a node.
+* ``recursive``: the same from sibling to sibling, q renormalised without the ones before and p replaced by
+  the residual after each rejection (Jeon et al., "Recursive speculative decoding", 2024; EAGLE). Exact where
+  the siblings were *sampled without replacement* from q.
 
 On a fixed set of children (DDTree, EAGLE's top-k) the ratio rules are biased towards it: nothing random in
 the draft makes up for what they accept too much. So they want ``drafting="sampled"``.

@@ -11,7 +11,7 @@ import copy
 import sys
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,17 @@ from hypothesis import HealthCheck, Phase
 
 from treeconv.backends.registry import BACKENDS, BY_NAME_ONLY, get_backend
 from treeconv.corpus import CorpusEntry, save_entry
-from treeconv.errors import BackendUnavailable, InvalidArgument, InvalidTree, LawBroken
+from treeconv.errors import BackendUnavailable, InvalidArgument, LawBroken
 from treeconv.laws import BACKEND_LAWS, Law, why_not
+from treeconv.shrink import shrink
 from treeconv.strategies import cases_for, tree_batches
-from treeconv.tree import DraftTree
 from treeconv.tree_laws import TREE_LAWS, TreeLaw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from treeconv.backends.base import Backend
-    from treeconv.case import Request, VerifyCase
+    from treeconv.case import VerifyCase
 
 __all__ = [
     "DEFAULT_MAX_EXAMPLES",
@@ -213,7 +213,7 @@ def broken_law(error: BaseException, run: Callable[[VerifyCase], object] | None 
     something besides its inputs. That is then said in the message.
     """
     if isinstance(error, LawBroken):
-        return error if run is None or error.path else _prune(error, run)
+        return error if run is None or error.path else shrink(error, run)
     for inner in getattr(error, "exceptions", ()):
         found = broken_law(inner)
         if found is not None:
@@ -222,51 +222,6 @@ def broken_law(error: BaseException, run: Callable[[VerifyCase], object] | None 
                 text, law=found.law, backend=found.backend, case=found.case, parameters=found.parameters
             )
     return None
-
-
-def _prune(error: LawBroken, run: Callable[[VerifyCase], object]) -> LawBroken:
-    smaller = _smaller(error.case)
-    while (case := next(smaller, None)) is not None:
-        try:
-            run(case)
-        except LawBroken as still:
-            error, smaller = still, _smaller(case)
-    return error
-
-
-def _smaller(case: VerifyCase) -> Iterator[VerifyCase]:
-    """The case without padding, without each request, and without each node: with its subtree, or alone."""
-    requests = case.requests
-    if case.num_draft_tokens not in (None, max(len(request.tree) for request in requests)):
-        yield replace(case, num_draft_tokens=None)
-    for index, request in enumerate(requests):
-        others = requests[:index] + requests[index + 1 :]
-        if others:
-            yield replace(case, requests=others)
-        nodes = range(len(request.tree))
-        for node in nodes[1:]:
-            subtree = [other for other in nodes if node in request.tree.path(other)]
-            for gone in (subtree, [node]):
-                less = _without(request, gone)
-                if less:
-                    yield replace(case, requests=(*requests[:index], less, *requests[index + 1 :]))
-
-
-def _without(request: Request, gone: Sequence[int]) -> Request | None:
-    """The request without some nodes; their children move up. None where two siblings then share a token."""
-    kept = [node for node in range(len(request.tree)) if node not in gone]
-    place = {-1: -1} | {old: new for new, old in enumerate(kept)}
-    parents = []
-    for node in kept:
-        parent = request.tree.parents[node]
-        while parent not in place:
-            parent = request.tree.parents[parent]
-        parents.append(place[parent])
-    try:
-        tree = DraftTree(tuple(parents), tuple(request.tree.token_ids[node] for node in kept))
-    except InvalidTree:
-        return None
-    return replace(request, tree=tree, rows=request.rows[kept], accept=request.accept[kept])
 
 
 def save_failure(error: LawBroken, directory: Path = FAILURES) -> Path | None:

@@ -105,8 +105,9 @@ class DraftTree:
             raise InvalidTree(f"parents[0]={parents[0]}, but must be -1: node 0 is the root")
         seen: dict[tuple[int, int], int] = {}
         for node, (parent, token) in enumerate(zip(parents, token_ids, strict=True)):
-            if token < 0:
-                raise InvalidTree(f"token_ids[{node}]={token}, but must be >= 0")
+            if not 0 <= token < 2**63:
+                rule = "be >= 0" if token < 0 else "fit int64"
+                raise InvalidTree(f"token_ids[{node}]={token}, but must {rule}")
             if node == 0:
                 continue
             if not 0 <= parent < node:
@@ -311,10 +312,15 @@ class VerifyOutput:
         """
         for request, status in enumerate(self.status.tolist()):
             if status:
-                held = {1: "NaN", 2: "+inf", 3: "no mass (all -inf, or all zero)"}.get(status, "?")
+                held = {
+                    1: "NaN, or a negative probability",
+                    2: "+inf",
+                    3: "no mass (all -inf, or all zero)",
+                }.get(status, "?")
                 raise InvalidArgument(
-                    f"request {request}: a visited target row holds {held}, but must hold finite logits"
-                    " (-inf allowed) with at least one above -inf; nothing was emitted for it"
+                    f"request {request}: a visited target row holds {held}, but must hold finite logits (-inf"
+                    " allowed) with at least one above -inf, or probabilities >= 0 that are not all 0;"
+                    " nothing was emitted for it"
                 )
 
 

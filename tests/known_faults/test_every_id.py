@@ -28,25 +28,15 @@ X1 X2 X3 X4 X5 X6
 """
 KNOWN = _LIST.split()
 
-CHAIN_RULE = "needs the rule that knows q (chain speculative sampling); the target-only rule never reads q"
 STOPS = "needs stop tokens"
 GRAMMAR = "needs processor state (grammar masks, penalties) on nodes"
 
 #: id -> the stage it waits for
 WAITING = {
-    "B08": CHAIN_RULE,
-    "B09": CHAIN_RULE,
-    "B11": CHAIN_RULE,
-    "B12": CHAIN_RULE + "; and a reduced draft vocabulary (d2t)",
-    "B14": "needs recursive rejection sampling without replacement",
-    "B24": CHAIN_RULE,
-    "B31": CHAIN_RULE + "; Gumbel noise likewise",
     "B35": "needs ranks that share one coin",
     "B37": "needs a builder over sharded vocabularies",
     "B61": "needs CUDA-graph buffers",
     "B63": "needs CUDA graphs",
-    "B65": CHAIN_RULE,
-    "B73": CHAIN_RULE + ", in its log form",
     "B76": GRAMMAR,
     "B77": GRAMMAR,
     "B78": GRAMMAR,
@@ -58,7 +48,6 @@ WAITING = {
     "B85": STOPS,
     "B86": STOPS + "; and grammar",
     "B87": STOPS,
-    "X6": "acceptance thresholds below 1 are lossy on purpose; verify and verify_probs have no such option",
 }
 
 

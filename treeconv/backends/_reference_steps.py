@@ -1,7 +1,7 @@
 """What each rule does at one node, as the ``reference`` backend decides it: NumPy float32, said plainly.
 
-A step is given the law p of the node, the tokens of its children (none at a leaf, or at the depth cap) and its
-coins. It returns ``(place, -1)`` of the accepted child, or ``(-1, token)`` of what ends the walk.
+A step is given the law p of the node, the tokens of its children (none at a leaf, or at the depth cap) and
+its coins. It returns ``(place, -1)`` of the accepted child, or ``(-1, token)`` of what ends the walk.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def target_only_step(
     threshold_acc: float = 1.0,
 ) -> Step:
     """Children in order against the running sum of their masses; thresholds below 1 accept more, lossily."""
+    single = threshold_single if threshold_single < 1 else np.inf
     residual = p.copy()
     acc = np.float32(0)
     last_with_mass = -1
@@ -53,7 +54,7 @@ def target_only_step(
         acc += p[token]
         if p[token] > 0:
             last_with_mass = place
-            if coin * threshold_acc < acc or p[token] >= threshold_single:
+            if coin * threshold_acc < acc or p[token] >= single:
                 return place, -1
         residual[token] = 0
     if not residual.any():

@@ -5,6 +5,7 @@ Imports nothing that it judges. :func:`walk` verifies one tree in rational arith
 decision flips, and :func:`enclosure` is the band around them in which float32 may decide either way.
 """
 
+from treeconv.oracle._bonus import Bonus
 from treeconv.oracle._pmf import (
     Cell,
     CriticalCoins,
@@ -15,7 +16,7 @@ from treeconv.oracle._pmf import (
     outcome_pmf,
     sweep_coins,
 )
-from treeconv.oracle._rows import Bonus, EnclosedRow, ExactRow, Row, enclosure
+from treeconv.oracle._rows import EnclosedRow, ExactRow, Row, enclosure
 from treeconv.oracle._target_rows import TargetRows
 from treeconv.oracle._walk import Stop, Walk, admissible_stops, canonical_walk, child_tokens, walk
 

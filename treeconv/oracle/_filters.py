@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.filters import Cuts
-    from treeconv.oracle._rows import Number, Row
+    from treeconv.oracle._bonus import Number
+    from treeconv.oracle._rows import Row
 
 __all__ = ["FilteredRow", "enclosed_alternatives", "exact_alternatives", "exactly_filtered"]
 

@@ -234,7 +234,8 @@ def critical_coins(tree: DraftTree, target_probs: Any, depth_cap: int | None = N
     """
     rows = _rows(tree, target_probs)
     cap = tree.depth + 1 if depth_cap is None else depth_cap
-    accept, final = {}, {}
+    accept: dict[int, list[tuple[Any, Any]]] = {}
+    final = {}
     for node, depth in enumerate(tree.depths):
         if depth >= cap or rows[node].status is not RowStatus.OK:
             continue

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv.errors import InvalidArgument
-from treeconv.oracle._rows import ROUNDING, Bonus, ExactRow, sum_error
+from treeconv.oracle._bonus import Bonus
+from treeconv.oracle._rows import ROUNDING, ExactRow, sum_error
 from treeconv.tree import as_float_array
 
 if TYPE_CHECKING:
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from treeconv.oracle._rows import Number, Row
+    from treeconv.oracle._bonus import Number
+    from treeconv.oracle._rows import Row
     from treeconv.rules import RuleName
     from treeconv.tree import DraftTree
 
-__all__ = ["Plan", "Test", "draft_law", "plans"]
+__all__ = ["ChildTest", "Plan", "draft_law", "plans"]
 
 _EXACT_ROUNDING = Fraction(2**24 - 1, 2**24)
 _NOMINAL = 1e-5  # a draft law whose sum is this close to 1 may be divided by 1 - q instead of a sum
@@ -35,7 +37,7 @@ _FLOAT64_SLACK = 1e-11
 
 
 @dataclass(frozen=True)
-class Test:
+class ChildTest:
     """``child`` is accepted iff the coin of ``slot`` is below the boundary.
 
     Args:
@@ -67,7 +69,7 @@ class Plan:
         follow: token -> child that a draw of this token leads on to, instead of ending the walk.
     """
 
-    tests: tuple[Test, ...]
+    tests: tuple[ChildTest, ...]
     bonus: Bonus
     slot: int | None = None
     follow: dict[int, int] = field(default_factory=dict)
@@ -166,7 +168,7 @@ class _Law:
         return Bonus(tokens, np.cumsum(best).tolist(), low > 0, bounds)
 
 
-def _test(child: int, slot: int, p: _Law, q: _Law, token: int) -> Test:
+def _test(child: int, slot: int, p: _Law, q: _Law, token: int) -> ChildTest:
     """Accept iff ``coin * q < p``; a q of 0 accepts whatever has mass."""
 
     def ratio(mass: Any, by: Any) -> Any:
@@ -177,9 +179,12 @@ def _test(child: int, slot: int, p: _Law, q: _Law, token: int) -> Test:
         # Nothing rounds but `coin * q` (or `p / q`), and only if q is no power of two. Rounding is monotone:
         # a coin at p / q or above gives p at least, so only a coin just below may be taken for one there.
         is_rounded = isinstance(best, Fraction) and q.best[token].numerator & (q.best[token].numerator - 1)
-        return Test(child, slot, best * _EXACT_ROUNDING if is_rounded else best, best, best)
-    lower = ratio(p.low[token], q.high[token]) * (1 - 2 * ROUNDING)
-    return Test(child, slot, lower, best, ratio(p.high[token], q.low[token]) * (1 + 2 * ROUNDING))
+        lower, upper = best * _EXACT_ROUNDING if is_rounded else best, best
+    else:
+        lower = ratio(p.low[token], q.high[token]) * (1 - 2 * ROUNDING)
+        upper = ratio(p.high[token], q.low[token]) * (1 + 2 * ROUNDING)
+    # Who compares with min(1, p / q) rejects at a coin of exactly 1, where no coin should be.
+    return ChildTest(child, slot, min(lower, 1), best, upper)
 
 
 def _after_rejection(p: _Law, q: _Law) -> list[_Law]:
@@ -239,7 +244,7 @@ def _in_turn(
     tree: DraftTree,
     children: Sequence[int],
     slots: Sequence[int],
-    tests: tuple[Test, ...],
+    tests: tuple[ChildTest, ...],
 ) -> Iterator[Plan]:
     """Test the first child; what may be left of p once it was rejected goes on to the next one."""
     token = tree.token_ids[children[0]]

@@ -12,7 +12,8 @@ from treeconv.tree import Coins, DraftTree, RowStatus
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from treeconv.oracle._rows import Bonus, Row
+    from treeconv.oracle._bonus import Bonus
+    from treeconv.oracle._rows import Row
     from treeconv.rules import RuleName
 
 __all__ = ["Stop", "Walk", "admissible_stops", "canonical_walk", "child_tokens", "walk"]
