@@ -21,6 +21,7 @@ from treeconv.tree_laws import TREE_LAWS, tree_law_named
 MODULES = {
     "faults": None,
     "variant_faults": None,
+    "rule_faults": "K2",
     "filter_faults": None,
     "rng_faults": None,
     "tree_faults": None,

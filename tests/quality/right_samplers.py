@@ -5,6 +5,7 @@ import torch
 from faults import Sampler
 from filter_faults import RIGHT as RIGHT_FILTERS
 from rng_faults import RIGHT as RIGHT_COINS
+from rule_faults import RIGHT as RIGHT_RULES
 
 from treeconv.backends.base import BackendTraits
 from treeconv.sampling import row_status
@@ -91,4 +92,4 @@ class InBfloat16(Sampler):
         return super().verify(batch, logits, temperature, coins, depth_cap)
 
 
-RIGHT = [Sampler, InFloat64, InReverse, InBfloat16, *RIGHT_FILTERS, *RIGHT_COINS]
+RIGHT = [Sampler, InFloat64, InReverse, InBfloat16, *RIGHT_FILTERS, *RIGHT_RULES, *RIGHT_COINS]
