@@ -79,9 +79,12 @@ class Violation(Exception):
 def target_rows(
     request: Request, kind: str, filter_order: FilterOrder = "sequential", rule: RuleName = "target_only"
 ) -> TargetRows:
-    """The oracle's view of a request's rows: its filters in the case's order, under the case's rule."""
+    """The oracle's view of a request's rows: processors, filters in the case's order, the case's rule."""
     cuts = request.cuts(filter_order)
-    if kind == "probs":
+    held = request.processors
+    if held.kinds:
+        rows = oracle.TargetRows.from_processed(request.rows, request.tree, held, request.temperature, cuts)
+    elif kind == "probs":
         rows = oracle.TargetRows.from_probs(request.rows, cuts)
     else:
         rows = oracle.TargetRows.from_logits(request.rows, request.temperature, cuts)
@@ -346,6 +349,8 @@ def explain(
         picture = [*picture[: _MAX_LINES - 1], f"... ({len(request.tree)} nodes in all)"]
     temperature = "" if case.kind == "probs" else f", temperature {request.temperature!r}"
     filters = f", {cuts}" if is_filtered else ""
+    if request.processors.kinds:
+        filters = f", {request.processors}{filters}"
     rule = "" if case.rule == "target_only" else f", rule {case.rule}"
     summary = (
         f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"

@@ -8,6 +8,7 @@ children need are decided on the host, so on a CUDA device every level waits for
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from treeconv.backends._eager_rules import accept_by_ratio
 from treeconv.backends.base import BackendTraits
+from treeconv.processors import PROCESSORS
 from treeconv.rules import RULES, Rule
 from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.filters import Filters
+    from treeconv.processors import Processors
 
 __all__ = ["EagerBackend"]
 
@@ -36,11 +39,13 @@ class EagerBackend:
     """Torch operations, level by level.
 
     Extra memory: one float32 row per request, and one as given where several walk; a filtered row is
-    sorted besides.
+    sorted besides, and a processed one copied.
     """
 
     name = "eager"
-    traits = BackendTraits(takes_filters=True, rules=RULES, takes_thresholds=True)
+    traits = BackendTraits(
+        takes_filters=True, takes_processors=PROCESSORS, rules=RULES, takes_thresholds=True
+    )
 
     def verify(
         self,
@@ -51,9 +56,11 @@ class EagerBackend:
         depth_cap: int,
         filters: Filters | None = None,
         rule: Rule | None = None,
+        processors: Processors | None = None,
     ) -> VerifyOutput:
-        """Softmax each visited row at its request's temperature, filter it, then walk."""
-        return _LazyWalk(batch, logits, temperature.tolist(), coins, depth_cap, filters, rule).run()
+        """Process each visited row, softmax it at its request's temperature, filter it, then walk."""
+        temperatures = temperature.tolist()
+        return _LazyWalk(batch, logits, temperatures, coins, depth_cap, filters, rule, processors).run()
 
     def verify_probs(
         self,
@@ -80,9 +87,14 @@ class _LazyWalk:
         depth_cap: int,
         filters: Filters | None,
         rule: Rule | None,
+        processors: Processors | None = None,
     ) -> None:
         self._rule = rule or Rule()
         self._rows = rows.detach()
+        self._processors = processors
+        self._seen: list[Counter[int]] = []  # per request, what penalties have seen of its path so far
+        if processors is not None and processors.penalties is not None:
+            self._seen = [Counter(text) for text in processors.penalties.committed_tokens.tolist()]
         self._filters = filters
         self._order = filters.order if filters else "sequential"
         self._is_filtered = (
@@ -129,8 +141,12 @@ class _LazyWalk:
         return children
 
     def _gather(self, requests: Sequence[int]) -> torch.Tensor:
-        """The current rows, ``[A, V]`` in their own dtype: a view for one request, else copies."""
+        """The current rows, ``[A, V]``: in their own dtype, a view for one request; if processed float32."""
         nodes = [self._paths[request][-1] for request in requests]
+        rows = self._raw(requests, nodes)
+        return rows if self._processors is None else self._processed(rows, requests, nodes)
+
+    def _raw(self, requests: Sequence[int], nodes: list[int]) -> torch.Tensor:
         rows, slots = self._rows, self._rows.shape[1]
         if len(requests) == 1:
             return rows.select(0, requests[0]).narrow(0, nodes[0], 1)
@@ -139,6 +155,36 @@ class _LazyWalk:
             return rows.flatten(0, 1).index_select(0, torch.tensor(flat, device=rows.device))
         device = rows.device
         return rows[torch.tensor(requests, device=device), torch.tensor(nodes, device=device)]
+
+    def _processed(self, rows: torch.Tensor, requests: Sequence[int], nodes: list[int]) -> torch.Tensor:
+        """Copies of the rows after their requests' penalties, bias and bitmask, in float32."""
+        assert self._processors is not None
+        device = rows.device
+        rows = rows.to(torch.float32, copy=True)
+        which = torch.tensor(requests, device=device)
+        penalties = self._processors.penalties
+        if penalties is not None:
+            lanes, tokens, counts = [], [], []
+            for lane, (request, node) in enumerate(zip(requests, nodes, strict=True)):
+                self._seen[request][self._tokens[request][node]] += 1  # once: a path visits a node once
+                seen = {t: n for t, n in self._seen[request].items() if 0 <= t < self._vocab}
+                lanes += [lane] * len(seen)
+                tokens += list(seen)
+                counts += list(seen.values())
+            place = torch.tensor(lanes, dtype=torch.int64, device=device), torch.tensor(tokens, device=device)
+            of = which[place[0]]
+            repetition = penalties.repetition_penalty[of]
+            x = rows[place]
+            x = torch.where(x > 0, x / repetition, x * repetition)
+            x -= penalties.frequency_penalty[of] * torch.tensor(counts, dtype=torch.float32, device=device)
+            rows[place] = x - penalties.presence_penalty[of]
+        if self._processors.logit_bias is not None:
+            rows += self._processors.logit_bias[which]
+        if self._processors.token_bitmask is not None:
+            words = self._processors.token_bitmask[which, torch.tensor(nodes, device=device)]
+            bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device) & 1
+            rows.masked_fill_(bits.flatten(1)[:, : self._vocab] == 0, -math.inf)
+        return rows
 
     def _drop_unusable(
         self, requests: list[int], peaks: list[float], lows: list[float] | None = None

@@ -9,6 +9,8 @@ from treeconv.backends.base import Backend, FunctionBackend
 from treeconv.errors import BackendUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
     from treeconv.rules import RuleName
@@ -53,8 +55,8 @@ def get_backend(name: str | Backend) -> Backend:
     if not attribute or module_name.endswith(".py"):
         module = module_name.removesuffix(".py").replace("/", ".")
         raise BackendUnavailable(
-            f"backend={name!r}, but must be one of {', '.join(BACKENDS)}, or module:callable for your own (did"
-            f" you mean {module}:{attribute or 'verify'}?)"
+            f"backend={name!r}, but must be one of {', '.join(BACKENDS)}, or module:callable for your own"
+            f" (did you mean {module}:{attribute or 'verify'}?)"
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
@@ -98,6 +100,7 @@ def choose_backend(
     device: torch.device,
     *,
     takes_filters: bool = False,
+    takes_processors: Collection[str] = (),
     rule: RuleName = "target_only",
     takes_thresholds: bool = False,
 ) -> Backend:
@@ -107,6 +110,8 @@ def choose_backend(
         device: where the batch is.
 
         takes_filters: whether a filter is on: a backend that takes none is passed over.
+
+        takes_processors: the processors that are on, likewise.
 
         rule: likewise, a backend that does not claim it.
 
@@ -121,6 +126,6 @@ def choose_backend(
         lacks = (takes_filters and not traits.takes_filters) or (
             takes_thresholds and not traits.takes_thresholds
         )
-        if rule in traits.rules and not lacks:
+        if rule in traits.rules and set(takes_processors) <= set(traits.takes_processors) and not lacks:
             return triton
     return get_backend("eager")
