@@ -237,7 +237,7 @@ def test_a_kill_between_write_and_replace_leaves_the_old_file_whole(tmp_path):
         "save_entry(sys.argv[2], load_entry(sys.argv[1]))"
     )
     arguments = [sys.executable, "-c", code, str(source), str(old.parent)]
-    assert subprocess.run(arguments, check=False).returncode == 9  # noqa: S603
+    assert subprocess.run(arguments, check=False).returncode == 9
     assert old.read_bytes() == damaged
     assert len(list(old.parent.iterdir())) == 2
     entries, errors = load_corpus(old.parent)
@@ -665,7 +665,7 @@ def test_a_malformed_raw_case_can_be_stored_and_handed_over(tmp_path):
 
 def test_importing_the_corpus_loads_neither_torch_nor_hypothesis():
     code = "import sys, treeconv.corpus; sys.exit(bool({'torch', 'hypothesis'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0  # noqa: S603
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_public_names_exist():

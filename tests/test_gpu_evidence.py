@@ -63,7 +63,7 @@ def test_without_a_device_it_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, str(ROOT / "ci" / "gpu_evidence.py")],
         capture_output=True, text=True, check=False, env=environment,
     )  # fmt: skip

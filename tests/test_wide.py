@@ -1,7 +1,7 @@
 """Contract: the wide float64 oracle is the exact one, request by request; and it sees what is planted.
 
-Outside the ambiguity band the two agree on path, tokens and status; inside it the wide one takes a decision that the
-exact one admits, and never calls a request sure that is not. On dyadic laws they agree everywhere.
+Outside the ambiguity band the two agree on path, tokens and status; inside it the wide one takes a decision
+that the exact one admits, and never calls a request sure that is not. On dyadic laws they agree everywhere.
 """
 
 import numpy as np
@@ -26,7 +26,13 @@ def decided(calls):
     temperature = calls.temperature if calls.kind == "logits" else None
     coins = calls.coins
     return decide(
-        calls.parents, calls.batch.candidates, calls.rows, temperature, coins.accept, coins.final, calls.depth_cap
+        calls.parents,
+        calls.batch.candidates,
+        calls.rows,
+        temperature,
+        coins.accept,
+        coins.final,
+        calls.depth_cap,
     )
 
 
@@ -210,7 +216,42 @@ def test_one_launch_kills(sampler, kind):
 
 
 #: Faults of the library that a call of usable rows under its own coins can show.
-KILLED = ["inclusive-test", "coin-zero-accepts-zero-mass", "bonus-test-inclusive", "falls-back-to-last-id", "empty-residual-emits-last-id", "ratio-test", "match-or-ratio", "shares-coin-among-children", "temperature-ignored", "temperature-twice", "always-greedy", "bonus-without-temperature", "residual-unmasked", "bonus-from-parent-row", "softmax-of-residual", "coin-reused-one-level-down", "final-coin-is-accept-coin", "coin-of-the-child", "own-coins", "first-child-only", "lost-third-sibling", "siblings-tested-in-reverse", "siblings-reversed-in-output", "token-zero-means-none", "rows-shifted-by-one", "parent-row-from-depth-three", "temperature-of-request-zero", "mixed-temperatures-are-sampled", "rows-of-request-zero", "counts-the-bonus", "last-tie-wins", "temperature-clamped", "sums-in-half-precision", "offset-wraps"]
+KILLED = [
+    "inclusive-test",
+    "coin-zero-accepts-zero-mass",
+    "bonus-test-inclusive",
+    "falls-back-to-last-id",
+    "empty-residual-emits-last-id",
+    "ratio-test",
+    "match-or-ratio",
+    "shares-coin-among-children",
+    "temperature-ignored",
+    "temperature-twice",
+    "always-greedy",
+    "bonus-without-temperature",
+    "residual-unmasked",
+    "bonus-from-parent-row",
+    "softmax-of-residual",
+    "coin-reused-one-level-down",
+    "final-coin-is-accept-coin",
+    "coin-of-the-child",
+    "own-coins",
+    "first-child-only",
+    "lost-third-sibling",
+    "siblings-tested-in-reverse",
+    "siblings-reversed-in-output",
+    "token-zero-means-none",
+    "rows-shifted-by-one",
+    "parent-row-from-depth-three",
+    "temperature-of-request-zero",
+    "mixed-temperatures-are-sampled",
+    "rows-of-request-zero",
+    "counts-the-bonus",
+    "last-tie-wins",
+    "temperature-clamped",
+    "sums-in-half-precision",
+    "offset-wraps",
+]
 
 
 def planted(name):
@@ -266,7 +307,9 @@ def test_every_part_of_an_output_is_compared():
 
 
 def submit_to_eager(calls):
-    return get_backend("eager").verify(calls.batch, calls.rows, calls.temperature, calls.coins, calls.depth_cap)
+    return get_backend("eager").verify(
+        calls.batch, calls.rows, calls.temperature, calls.coins, calls.depth_cap
+    )
 
 
 def test_a_backend_that_raises_is_a_violation():

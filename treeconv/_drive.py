@@ -128,9 +128,30 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
 
 
 def decide(case: VerifyCase, backend: Backend, device: str) -> list[Observed]:
-    """What the backend did with each request."""
-    _, output = call(case, backend, device)
+    """What the backend did with each request.
+
+    Raises:
+        Violation: it raised, or returned something of another shape; on the first request alone that makes
+            it do so, where one does, and with the coins that do.
+    """
+    try:
+        _, output = call(case, backend, device)
+    except Violation as violation:
+        raise _alone(case, backend, device, violation) from None
     return observe([request.tree for request in case.requests], output, case.slots)
+
+
+def _alone(case: VerifyCase, backend: Backend, device: str, violation: Violation) -> Violation:
+    for request in case.requests:
+        single = case.replace_requests([request])
+        try:
+            call(single, backend, device)
+        except Violation as again:
+            rows = target_rows(request, case.kind, case.filter_order, case.rule)
+            cap = case.effective_depth_cap
+            walk = oracle.canonical_walk(request.tree, rows, request.accept.tolist(), request.final, cap)
+            return replace(again, want=str(Observed(walk.path, walk.tokens, walk.status)), case=single)
+    return violation
 
 
 def judge_all(

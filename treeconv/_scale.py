@@ -1,27 +1,23 @@
-"""Thousands of trees at once on a device: random batches, and the walk in float64 with its margins."""
+"""Random batches at any width, for the laws of a device; :mod:`treeconv.wide_oracle` decides them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from treeconv.convert import to_verify_input
 from treeconv.tree import Coins, DraftTree, VerifyInput, VerifyOutput
+from treeconv.wide_oracle import WideDecisions, decide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["BAND", "Walk64", "WideBatch", "float64_law", "float64_walk", "random_batch", "random_trees"]
-
-#: Coins closer than this to a boundary (of the normalised running sums) may be decided either way in float32:
-#: 256 units of 2**-24. A softmax's masses err by (4 |a| + 8) units each, relatively, where a = (x - max) / T
-#: is at most 40 in these batches; sums add fewer than 64 units. See ``oracle.enclosure``.
-BAND = 256 * 2.0**-24
+__all__ = ["WideBatch", "float64_law", "random_batch", "random_trees"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +32,15 @@ class WideBatch:
         temperature: ``[B]`` float32.
 
         coins: of ``torch.rand``, so multiples of 2**-24.
+
+        parents: ``[B, N]`` int64, -1 at the root, -2 in padding.
     """
 
     batch: VerifyInput
     logits: torch.Tensor
     temperature: torch.Tensor
     coins: Coins
+    parents: torch.Tensor
 
     def take(self, requests: Sequence[int] | torch.Tensor) -> WideBatch:
         """Some of the requests as a batch of their own."""
@@ -55,7 +54,34 @@ class WideBatch:
             self.logits[index],
             self.temperature[index],
             Coins(self.coins.accept[index], self.coins.final[index]),
+            self.parents[index],
         )
+
+    def disagreements(
+        self, output: VerifyOutput, depth_cap: int, coins: Coins | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, WideDecisions]:
+        """``[B]`` bool: what surely differs from the float64 walk, and what float32 may decide otherwise.
+
+        Args:
+            output: of all requests, in one call.
+
+            depth_cap: that of the call.
+
+            coins: default: the batch's own.
+        """
+        coins = coins or self.coins
+        decisions = decide(
+            self.parents,
+            self.batch.candidates,
+            self.logits,
+            self.temperature,
+            coins.accept,
+            coins.final,
+            depth_cap,
+        )
+        count, slots = self.parents.shape
+        differs = decisions.differing(output, slots, count, reports_status=False)
+        return differs & ~decisions.unsure, decisions.unsure, decisions
 
 
 def random_trees(
@@ -103,6 +129,7 @@ def random_batch(
         for parent, token, size in zip(parents, tokens, sizes, strict=True)
     ]
     batch = to_verify_input(trees, num_slots, device=device)
+    node = np.arange(num_slots)
     generator = torch.Generator(device).manual_seed(int(rng.integers(2**62)))
 
     def uniform(*shape: int) -> torch.Tensor:
@@ -121,37 +148,8 @@ def random_batch(
         logits=logits,
         temperature=torch.from_numpy(chosen).to(device),
         coins=Coins(uniform(count, num_slots), uniform(count)),
+        parents=torch.from_numpy(np.where(node >= sizes[:, None], -2, parents)).to(device),
     )
-
-
-@dataclass(frozen=True)
-class Walk64:
-    """What float64 decides.
-
-    Args:
-        nodes: ``[B, depth_cap]`` accepted nodes, root first, -1 behind.
-
-        bonus: ``[B]`` the token drawn at the end.
-
-        margin: ``[B]`` float64, the least distance of any coin that was used from a boundary.
-    """
-
-    nodes: torch.Tensor
-    bonus: torch.Tensor
-    margin: torch.Tensor
-
-    def disagreements(self, output: VerifyOutput, num_slots: int, band: float = BAND) -> tuple[Any, Any]:
-        """``[B]`` bool: where an output differs outside the band, and which requests are inside it."""
-        count = len(self.bonus)
-        base = num_slots * torch.arange(count, device=self.nodes.device)[:, None]
-        want = torch.where(self.nodes >= 0, self.nodes + base, -1)
-        length = (self.nodes >= 0).sum(dim=1)
-        last = want.gather(1, length[:, None] - 1)
-        differs = (output.accept_index.long() != want).any(dim=1)
-        differs |= output.accept_token_num.long() != length - 1
-        differs |= output.predicts.long().gather(0, last[:, 0]) != self.bonus
-        inside = self.margin < band
-        return differs & ~inside, inside
 
 
 def float64_law(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -162,51 +160,3 @@ def float64_law(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor
     law = ((values - values.amax(dim=2, keepdim=True)) / divisor).softmax(dim=2)
     one_hot = torch.zeros_like(law).scatter_(2, logits.argmax(dim=2, keepdim=True), 1.0)
     return torch.where(greedy, one_hot, law)
-
-
-def float64_walk(batch: VerifyInput, law: torch.Tensor, coins: Coins, depth_cap: int) -> Walk64:
-    """The target-only walk of every request, in float64. ``law`` is ``[B, N, V]`` and >= 0."""
-    count, _, _ = law.shape
-    device = law.device
-    every = torch.arange(count, device=device)
-    node = torch.zeros(count, dtype=torch.int64, device=device)
-    walking = torch.ones(count, dtype=torch.bool, device=device)
-    nodes = torch.full((count, depth_cap), -1, dtype=torch.int64, device=device)
-    bonus = torch.full((count,), -1, dtype=torch.int64, device=device)
-    margin = torch.full((count,), torch.inf, dtype=torch.float64, device=device)
-    accept, final = coins.accept.double(), coins.final.double()
-    for level in range(depth_cap):
-        nodes[:, level] = torch.where(walking, node, -1)
-        residual = law[every, node].clone()
-        coin = accept[every, node]
-        child = torch.where(walking & (level + 1 < depth_cap), batch.retrieve_next_token[every, node], -1)
-        accepted = torch.full_like(node, -1)
-        last = torch.full_like(node, -1)
-        acc = torch.zeros_like(coin)
-        while bool((child >= 0).any()):
-            has = child >= 0
-            at = child.clamp(min=0)
-            token = batch.candidates[every, at]
-            mass = torch.where(has, residual[every, token], 0.0)
-            acc = acc + mass
-            margin = torch.where(has, torch.minimum(margin, (coin - acc).abs()), margin)
-            last = torch.where(has & (mass > 0), at, last)
-            takes = has & (mass > 0) & (coin < acc)
-            accepted = torch.where(takes, at, accepted)
-            kept = residual[every, token]
-            residual[every, token] = torch.where(has & ~takes, 0.0, kept)
-            child = torch.where(has & ~takes, batch.retrieve_next_sibling[every, at], -1)
-        total = residual.sum(dim=1)
-        accepted = torch.where((total <= 0) & (accepted < 0), last, accepted)
-        stops = walking & (accepted < 0)
-        shares = residual.cumsum(dim=1) / total.clamp(min=1e-300)[:, None]
-        gaps = torch.where(residual > 0, (shares - final[:, None]).abs(), torch.inf)
-        drawn = (shares <= final[:, None]).sum(dim=1)
-        highest = torch.where(residual > 0, torch.arange(law.shape[2], device=device), -1).amax(dim=1)
-        bonus = torch.where(stops, torch.minimum(drawn, highest), bonus)
-        margin = torch.where(stops, torch.minimum(margin, gaps.amin(dim=1)), margin)
-        walking = walking & (accepted >= 0)
-        node = torch.where(walking, accepted, node)
-        if not bool(walking.any()):
-            break
-    return Walk64(nodes, bonus, margin)

@@ -33,6 +33,8 @@ def choose_coins(
     """What the backend's parameter ``coins`` gets: coins as given or drawn, or what it draws its own from."""
     import torch  # noqa: PLC0415
 
+    if not isinstance(generator, (torch.Generator, type(None))):
+        raise InvalidArgument(f"generator={generator!r}, but must be a torch.Generator or None")
     given = {"coins": coins, "generator": generator, "seeds": seeds}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
@@ -66,8 +68,15 @@ def _backend(
 ) -> Backend:
     if isinstance(backend, str) and backend == "auto":
         name = "target_only" if rule is None else rule.name
+        is_lossy = rule is not None and rule.is_lossy
         kinds = processors.kinds if processors else ()
-        chosen = choose_backend(device, takes_filters=filters is not None, takes_processors=kinds, rule=name)
+        chosen = choose_backend(
+            device,
+            takes_filters=filters is not None,
+            takes_processors=kinds,
+            rule=name,
+            takes_thresholds=is_lossy,
+        )
     else:
         chosen = get_backend(backend)
     if device.type not in chosen.traits.devices:

@@ -409,8 +409,8 @@ def from_eagle(draft: EagleDraft) -> list[DraftTree]:
             node = next(node for node, number in enumerate(numbers, start=1) if node_of[number] != node)
             number = numbers[node - 1]
             raise InvalidTree(
-                f"request {request}, node {node_of[number]}: top_scores_index={number} is node {node}'s already,"
-                " but a candidate must be selected once"
+                f"request {request}, node {node_of[number]}: top_scores_index={number} is node {node}'s"
+                " already, but a candidate must be selected once"
             )
         parents = [-1]
         for node, number in enumerate(numbers, start=1):

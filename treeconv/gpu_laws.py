@@ -1,7 +1,7 @@
 """Laws that need a device's width: graphs, large offsets, full vocabularies, 100,000 trees at once.
 
 They stand beside :mod:`treeconv.laws`, which judge small cases exactly. Here every decision of a large batch
-is held against a float64 walk on the device outside a stated band (:data:`treeconv._scale.BAND`), or against
+is held against a float64 walk on the device, outside the ambiguity band (``wide_oracle``), or against
 the backend's own answer to the same question asked in another way. Each also runs on the CPU at small sizes,
 where a graph is a plain call, so that wrong samplers can be shown to break it.
 """
@@ -87,6 +87,8 @@ class GpuLaw:
             ]
             if violation.why:
                 lines.append(f"  because:  {violation.why}")
+            call = f"gpu_law_named({self.name!r}).run(<backend>, {str(device)!r}, {sizes}, seed={seed})"
+            lines.append(f"  replay:   treeconv.gpu_laws.{call}")
             raise LawBroken("\n".join(lines), law=self.name, backend=name) from None
 
 

@@ -148,7 +148,7 @@ def _without_tokens(case: VerifyCase, gone: Sequence[int], kept: Sequence[int]) 
 
 
 def _plainer(case: VerifyCase) -> Iterator[VerifyCase]:
-    """Temperature 1, coins of 0.5, processors off, rows of zeros or of one token, round logits: one by one."""
+    """Temperature 1, coins of 0.5, processors off, rows of zeros or one token, round logits: what is not."""
     for index, request in enumerate(case.requests):
         if request.temperature not in (0.0, 1.0):
             yield _with(case, index, replace(request, temperature=1.0))

@@ -161,10 +161,11 @@ def random_calls(
     random = _Random(seed, torch.device(device))
     parents = _parents(random, count, N)
     batch = _layout(random, parents, V, call_size)
-    pool = random.below(_POOL, count, N)
+    kinds = min(_POOL, 2 * count)
+    pool = random.below(kinds, count, N)
     if kind == "logits":
         temperature = random.pick(_TEMPERATURES, count)
-        rows = _logits(random, _POOL, V)[pool]
+        rows = _logits(random, kinds, V)[pool]
         # Some temperatures apart: else every tiny one is as good as greedy.
         is_scaled = (temperature > 1e-7) & (temperature < 0.5) & random.chance(0.6, count)
         rows *= torch.where(is_scaled, temperature, 1.0)[:, None, None]
@@ -175,7 +176,7 @@ def random_calls(
         rows = rows.to(_DTYPES[rows_dtype])
     else:
         temperature = torch.ones(count, device=random.device)
-        rows = _with_top_drafted(random, _dyadic(random, _POOL, V)[pool], parents, batch.candidates)
+        rows = _with_top_drafted(random, _dyadic(random, kinds, V)[pool], parents, batch.candidates)
     rows.masked_fill_((parents == _PADDING)[:, :, None], torch.nan)
     calls = WideCalls(
         parents=parents,

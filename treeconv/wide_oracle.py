@@ -218,7 +218,9 @@ def decide(
 
         temperature: ``[B]`` float32; None where the rows are probabilities.
 
-        accept, final: ``[B, N]`` and ``[B]`` float32 coins in [0, 1].
+        accept: ``[B, N]`` float32 coins in [0, 1].
+
+        final: ``[B]`` likewise.
 
         depth_cap: accept slots, root included, >= 1.
 

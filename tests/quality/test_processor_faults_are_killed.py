@@ -6,11 +6,11 @@ from processor_faults import FAULTS, RIGHT
 from treeconv.corpus import load_entry
 from treeconv.errors import LawBroken
 from treeconv.laws import BACKEND_LAWS, law_named
+from treeconv.processor_strategies import PROCESSOR_CASES
 from treeconv.replay import replay_entry
 from treeconv.suite import DEFAULT_MAX_EXAMPLES, check_law, failure_text, save_failure
 
-KINDS = ("masked", "forbidden", "penalised", "processed")
-PROCESSOR_LAWS = [law for law in BACKEND_LAWS if law.cases.startswith(KINDS)]
+PROCESSOR_LAWS = [law for law in BACKEND_LAWS if law.cases in PROCESSOR_CASES]
 PAIRS = [pytest.param(fault, law, id=f"{fault.name}-by-{law}") for fault in FAULTS for law in fault.killed_by]
 SHOWN = ["FlatOrderHistory", "RawArgmaxAtZero", "MaskRowsOfRequestZero", "UnmaskedWhereAllIsForbidden"]
 

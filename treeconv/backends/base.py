@@ -179,6 +179,11 @@ class FunctionBackend:
                 f"backend {self.name!r} returned {type(result).__name__}, but must return a VerifyOutput or"
                 " (accept_index, accept_token_num, predicts[, status])"
             )
+        for name, part in zip(
+            ("accept_index", "accept_token_num", "predicts", "status"), result, strict=False
+        ):
+            if not isinstance(part, torch.Tensor):
+                raise InvalidArgument(f"{name} is a {type(part).__name__}, but must be a torch.Tensor")
         accept_index, accept_token_num, predicts, *rest = result
         status = rest[0] if rest else torch.zeros_like(accept_token_num)
         return VerifyOutput(accept_index, accept_token_num, predicts, status)

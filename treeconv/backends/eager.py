@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from treeconv.backends._eager_rules import accept_by_ratio
 from treeconv.backends.base import BackendTraits
 from treeconv.processors import PROCESSORS
+from treeconv.rules import RULES, Rule
 from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -41,7 +43,9 @@ class EagerBackend:
     """
 
     name = "eager"
-    traits = BackendTraits(takes_filters=True, takes_processors=PROCESSORS)
+    traits = BackendTraits(
+        takes_filters=True, takes_processors=PROCESSORS, rules=RULES, takes_thresholds=True
+    )
 
     def verify(
         self,
@@ -51,10 +55,12 @@ class EagerBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
         processors: Processors | None = None,
     ) -> VerifyOutput:
         """Process each visited row, softmax it at its request's temperature, filter it, then walk."""
-        return _LazyWalk(batch, logits, temperature.tolist(), coins, depth_cap, filters, processors).run()
+        temperatures = temperature.tolist()
+        return _LazyWalk(batch, logits, temperatures, coins, depth_cap, filters, rule, processors).run()
 
     def verify_probs(
         self,
@@ -63,9 +69,10 @@ class EagerBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Walk on the probabilities as they are, or filtered."""
-        return _LazyWalk(batch, target_probs, None, coins, depth_cap, filters).run()
+        return _LazyWalk(batch, target_probs, None, coins, depth_cap, filters, rule).run()
 
 
 class _LazyWalk:
@@ -79,8 +86,10 @@ class _LazyWalk:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None,
+        rule: Rule | None,
         processors: Processors | None = None,
     ) -> None:
+        self._rule = rule or Rule()
         self._rows = rows.detach()
         self._processors = processors
         self._seen: list[Counter[int]] = []  # per request, what penalties have seen of its path so far
@@ -107,6 +116,8 @@ class _LazyWalk:
 
     def run(self) -> VerifyOutput:
         walking = list(range(len(self._paths)))
+        while walking and self._rule.name != "target_only":
+            walking = self._step_by_rule(walking)
         while walking:
             greedy = [b for b in walking if self._temperatures is not None and self._temperatures[b] == 0]
             sampled = [b for b in walking if b not in set(greedy)] if greedy else walking
@@ -336,22 +347,24 @@ class _LazyWalk:
         sums = weights.view(len(requests), -1, _BLOCK).sum(dim=2).cpu().numpy()
         walking, place = [], 0
         for lane, (request, kids) in enumerate(zip(requests, children, strict=True)):
-            coin = self._accept_coins[request][self._paths[request][-1]]
+            coin = self._accept_coins[request][self._paths[request][-1]] * self._rule.threshold_acc
             # Probabilities that no filter touched are compared as they are.
             is_law = self._temperatures is None and not self._is_filtered[request]
             total = 1.0 if is_law else float(sums[lane].sum(dtype=np.float64))
             accepted, last_with_mass, acc = -1, -1, 0.0
+            single = self._rule.threshold_single if self._rule.threshold_single < 1 else math.inf
             for kid, mass in zip(kids, masses[place : place + len(kids)], strict=True):
                 acc = float(np.float32(acc + mass / total))  # float32, as everyone sums
                 if mass > 0:
                     last_with_mass = kid
-                    if coin < acc:
+                    if coin < acc or mass / total >= single:
                         accepted = kid
                         break
             place += len(kids)
             if accepted < 0:
                 rejected = [self._tokens[request][kid] for kid in kids]
-                self._bonus[request] = self._draw_bonus(weights[lane], sums[lane], rejected, request)
+                final = self._final_coins[request]
+                self._bonus[request] = self._draw_bonus(weights[lane], sums[lane], rejected, final)
                 if self._bonus[request] >= 0:
                     continue
                 # The children cover the support (rounding, or a coin of 1): the last one takes the rest.
@@ -360,8 +373,39 @@ class _LazyWalk:
             walking.append(request)
         return walking
 
+    def _step_by_rule(self, requests: list[int]) -> list[int]:
+        """One level by a rule besides target-only. Returns the requests still walking."""
+        requests, weights = self._weights(requests)
+        walking = []
+        for lane, request in enumerate(requests):
+            node, p = self._paths[request][-1], weights[lane]
+            if self._temperatures is not None and self._temperatures[request] == 0:
+                p = torch.zeros_like(p)
+                p[self._rows[request, node].float().argmax()] = 1  # among equals the first
+            elif self._temperatures is not None or self._is_filtered[request]:
+                p = p / _block_sums(p).sum(dtype=np.float64)
+            children = self._children(request)
+            tokens = [self._tokens[request][child] for child in children]
+            place, coin = -1, self._final_coins[request]
+            if self._rule.name == "draw_and_match":
+                coin = self._accept_coins[request][node]
+            elif children:
+                assert self._rule.draft_probs is not None
+                slots = [node] if self._rule.name == "chain" else children
+                coins = [self._accept_coins[request][slot] for slot in slots]
+                place, p = accept_by_ratio(p, self._rule.draft_probs[request, node], tokens, coins)
+            if place < 0:
+                bonus = self._draw_bonus(p, _block_sums(p), [], coin)
+                if self._rule.name != "draw_and_match" or bonus not in tokens:
+                    self._bonus[request] = bonus
+                    continue
+                place = tokens.index(bonus)
+            self._paths[request].append(children[place])
+            walking.append(request)
+        return walking
+
     def _draw_bonus(
-        self, weights: torch.Tensor, sums: NDArray[np.float32], rejected: list[int], request: int
+        self, weights: torch.Tensor, sums: NDArray[np.float32], rejected: list[int], coin: float
     ) -> int:
         """Smallest t with ``cumsum(residual)(t) > coin * sum(residual)``; else the last t of positive mass.
 
@@ -378,7 +422,7 @@ class _LazyWalk:
         ends = sums.cumsum(dtype=np.float64)
         if not ends[-1] > 0:
             return -1
-        target = self._final_coins[request] * ends[-1]
+        target = coin * ends[-1]
         block = _first_above(ends, target, sums)
         masses = residual[places[block]] if block in places else _fetch(blocks, [block])[0]
         inside = masses.cumsum(dtype=np.float64) + (ends[block - 1] if block else 0.0)
@@ -405,6 +449,11 @@ def _fetch(values: torch.Tensor, places: list[int]) -> NDArray[np.float32]:
     if values.device.type == "cpu":
         return values.numpy()[places]
     return values[torch.tensor(places, device=values.device)].cpu().numpy()
+
+
+def _block_sums(law: torch.Tensor) -> NDArray[np.float32]:
+    sums: NDArray[np.float32] = law.view(-1, _BLOCK).sum(dim=1).cpu().numpy()
+    return sums
 
 
 def _first_above(sums: NDArray[np.float64], target: float, masses: NDArray[np.float32]) -> int:

@@ -9,6 +9,7 @@ recorded.
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from treeconv.backends.base import Backend
     from treeconv.fuzzing.session import Session
 
-__all__ = ["BULK_SUBJECTS", "Launch", "Launched", "bulk_round", "case_of_launch", "launch"]
+__all__ = ["BULK_SUBJECTS", "Launch", "Launched", "bulk_round", "case_of_launch", "launch", "rate"]
 
 BULK_SUBJECTS = ("logits", "probs")
 _LAW = "oracle-agreement"  # what a confirmed difference is stored under
@@ -130,7 +131,7 @@ def case_of_launch(what: Launch, start: int, device: str) -> VerifyCase:
 def _launches(kind: str, backend: Backend, session: Session, round_number: int) -> list[Launch]:
     """The launches of a round: large ones on a GPU, and of several shapes, dtypes and caps anyway."""
     is_cuda = session.config.device.startswith("cuda")
-    count, number = (32768, 24) if is_cuda else (2048, 8)
+    count, number = (32768, 24) if is_cuda else (1024, 8)
     dtypes = [name for name in ("float32", "bfloat16", "float16") if name in backend.traits.rows_dtypes]
     launches = []
     for place in range(number):
@@ -253,3 +254,30 @@ def shrunk(broken: LawBroken, signature: Signature, session: Session, backend: B
             session.recorder.idle()
 
     return shrink(broken, run, values=True, should_stop=lambda: session.is_over)
+
+
+def rate(backend: Backend, device: str, kind: str, seconds: float, count: int) -> tuple[float, float]:
+    """Judged trees a second: made, put to the backend, decided in float64 and compared (V = 64, N = 16).
+
+    Args:
+        backend: the verifier.
+
+        device: where everything happens.
+
+        kind: "logits" or "probs".
+
+        seconds: how long, after two launches to warm up.
+
+        count: trees a launch.
+
+    Returns:
+        Trees a second, and the share of them whose decision float32 may take otherwise.
+    """
+    for seed in range(2):
+        bool(launch(Launch(seed, count, kind), backend, device).differing.any())
+    judged, unsure, started = 0, 0.0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        done = launch(Launch(100 + judged, count, kind), backend, device)
+        unsure += float(done.decisions.unsure.sum())  # the launch's wait for the device
+        judged += count
+    return judged / (time.perf_counter() - started), unsure / judged

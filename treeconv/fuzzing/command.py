@@ -26,7 +26,7 @@ def add_commands(command: AddCommand, add_backend: AddBackend) -> None:
         _fuzz,
         "Search for faults for as long as you like. Replays the corpus, then searches; what is found is saved"
         " at once, shrunk into CORPUS/regressions/ and printed with a replay line. Ctrl-C and kill lose"
-        " nothing; several may run on one corpus. Exit code 1 if anything was found that the ledger does not explain.",
+        " nothing; several may run on one corpus. Exit code 1 if anything was found that no ledger explains.",
     )
     add_backend(fuzz, "default: every backend that can run on the device")
     fuzz.add_argument("--seconds", type=float, default=60.0, metavar="N", help="how long (default: 60)")
@@ -62,7 +62,7 @@ def add_commands(command: AddCommand, add_backend: AddBackend) -> None:
         "corpus",
         _corpus,
         "Keep a corpus small. `minimise` makes each case that a campaign found smaller, where its backend"
-        " still breaks on it, and keeps the smallest of those that break alike. Published cases are left alone.",
+        " still breaks on it, and keeps the smallest of those that break alike. Published cases stay.",
     )
     corpus.add_argument("action", choices=["minimise"])
     corpus.add_argument("--corpus", type=Path, default=Path("corpus"), metavar="DIR", help="default: corpus")

@@ -110,7 +110,7 @@ def record_death(payload: Any, how: str, config: Config, store: Store) -> Signat
 
 
 def shrink_crash(digest: str, session: Session) -> None:
-    """Make a crash's case smaller, each attempt in a fork of this process, which has called no backend yet."""
+    """Make a crash's case smaller, each attempt in a fork of this process, which called no backend."""
     found = session.store.load().get(digest)
     if (
         found is None

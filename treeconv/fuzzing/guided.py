@@ -1,4 +1,4 @@
-"""Parsers under coverage: atheris feeds bytes to Hypothesis, which makes inputs of them. Else Hypothesis alone.
+"""Parsers under coverage: atheris feeds bytes to Hypothesis, which makes inputs of them.
 
     python -m treeconv.fuzzing.guided PARSER SEED RUNS SECONDS CORPUS
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from hypothesis import strategies as st
 
 from treeconv import _corpus_codec as codec
-from treeconv.case import Request, VerifyCase
 from treeconv.convert import (
     EagleDraft,
     from_eagle,
@@ -29,40 +25,31 @@ from treeconv.convert import (
     to_verify_input,
     tree_mask,
 )
-from treeconv.corpus import CorpusEntry, load_entry, save_entry
+from treeconv.corpus import load_entry, save_entry
 from treeconv.errors import CorpusError, InvalidArgument, LawBroken, TreeconvError
+from treeconv.fuzzing.parser_inputs import (
+    convert_inputs,
+    corpus_inputs,
+    eagle_inputs,
+    mask_inputs,
+    pointer_inputs,
+    scratch,
+    trace_inputs,
+    tree_inputs,
+)
 from treeconv.fuzzing.signature import Signature, signature_of
-from treeconv.strategies import draft_trees
-from treeconv.traces import Trace, load_trace, save_trace
+from treeconv.traces import load_trace, save_trace
 from treeconv.tree import DraftTree, TreeMaskMode, VerifyInput
 from treeconv.tree_documents import parse_trees
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from hypothesis.strategies import DrawFn, SearchStrategy
+    from hypothesis.strategies import SearchStrategy
 
 __all__ = ["PARSERS", "Parser", "load_input", "parser_named", "save_input", "shrink_input"]
 
 _SUFFIX = ".input"
-_NASTY = (
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2**31,
-    2**63 - 1,
-    2**63,
-    -(2**63) - 1,
-    1.5,
-    "",
-    "nan",
-    "-inf",
-    "0x1p+2000",
-    "0x0p+0",
-)
-_NASTY_NESTED: tuple[Any, ...] = ([], {}, [[]], [0], {"type": "raw"}, [[[[1]]]])
 
 
 @dataclass(frozen=True)
@@ -210,85 +197,11 @@ def _check_eagle(value: dict[str, Any]) -> None:
         _same(f"candidate of node {node}'s parent", -1 if chosen == 0 else numbers[chosen - 1], want)
 
 
-@st.composite
-def _damaged_lists(draw: DrawFn, lists: dict[str, Any]) -> dict[str, Any]:
-    """The same lists with up to three of their integers changed, an item left out or one put in."""
-    damaged = copy.deepcopy(lists)
-    names = [name for name, value in damaged.items() if isinstance(value, list)]
-    for _ in range(draw(st.integers(0, 3))):
-        name = draw(st.sampled_from(names))
-        values = damaged[name]
-        if not values:
-            continue
-        place = draw(st.integers(0, len(values) - 1))
-        values[place] = draw(
-            st.one_of(st.integers(-2, len(values) + 1), st.sampled_from([2**31, 2**62, -(2**62)]))
-        )
-    return damaged
-
-
-@st.composite
-def _tree_inputs(draw: DrawFn) -> dict[str, Any]:
-    tree = draw(draft_trees(max_nodes=8))
-    damaged = draw(_damaged_lists({"parents": list(tree.parents), "token_ids": list(tree.token_ids)}))
-    for values in damaged.values():
-        change = draw(st.sampled_from(["", "", "", "shorter", "longer", "nasty"]))
-        if change == "shorter":
-            values.pop()
-        elif change:
-            nasty = [*_NASTY[:12], [0]] if change == "nasty" else [0]
-            values.append(draw(st.sampled_from(nasty)))
-    return damaged
-
-
-@st.composite
-def _pointer_inputs(draw: DrawFn) -> dict[str, Any]:
-    batch = to_verify_input([draw(draft_trees(max_nodes=8))])
-    lists = {
-        "candidates": batch.candidates[0].tolist(),
-        "next": batch.retrieve_next_token[0].tolist(),
-        "sibling": batch.retrieve_next_sibling[0].tolist(),
-    }
-    return draw(_damaged_lists(lists))
-
-
-@st.composite
-def _mask_inputs(draw: DrawFn) -> dict[str, Any]:
-    tree = draw(draft_trees(max_nodes=10))
-    slots, prefix = len(tree) + draw(st.integers(0, 2)), draw(st.integers(0, 3))
-    mode = draw(st.sampled_from(list(TreeMaskMode)))
-    batch = to_verify_input([tree], slots, [prefix])
-    mask = tree_mask(batch, mode).long().flatten().tolist()
-    for _ in range(draw(st.integers(0, 3))):
-        place = draw(st.integers(0, len(mask) - 1))
-        flip = 1 << draw(st.integers(0, slots - 1)) if mode == TreeMaskMode.QLEN_ONLY_BITPACKING else 1
-        mask[place] ^= flip
-    return {"mode": int(mode), "mask": mask, "token_ids": batch.candidates[0].tolist(), "prefix": prefix}
-
-
-@st.composite
-def _eagle_inputs(draw: DrawFn) -> dict[str, Any]:
-    tree = draw(draft_trees(max_nodes=8))
-    draft = to_eagle([tree])
-    lists = {
-        "parent_list": draft.parent_list[0].tolist(),
-        "top_scores_index": draft.top_scores_index[0].tolist(),
-        "draft_tokens": draft.draft_tokens[0].tolist(),
-    }
-    damaged = draw(_damaged_lists(lists))
-    return {**damaged, "root": int(draft.root_token_ids[0]), "topk": draft.topk}
-
-
 # --- files --------------------------------------------------------------------------------------------
 
 
-@cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="treeconv-fuzz-")
-
-
 def _written(name: str, text: str) -> Path:
-    path = Path(_folder().name) / name
+    path = Path(scratch().name) / name
     path.write_bytes(text.encode("latin-1"))
     return path
 
@@ -298,7 +211,7 @@ def _check_corpus_file(text: str) -> None:
         entry = load_entry(_written("entry.json", text))
     except CorpusError:
         return
-    again = load_entry(save_entry(Path(_folder().name) / "again", entry))
+    again = load_entry(save_entry(Path(scratch().name) / "again", entry))
     _same("the entry, saved and loaded", again, entry)
 
 
@@ -307,7 +220,7 @@ def _check_trace_file(text: str) -> None:
         trace = load_trace(_written("trace.trace", text))
     except CorpusError:
         return
-    again = load_trace(save_trace(Path(_folder().name) / "again", trace))
+    again = load_trace(save_trace(Path(scratch().name) / "again", trace))
     _same("the rows, saved and loaded", again.rows.tobytes(), trace.rows.tobytes())
     _same("the tree, saved and loaded", again.tree, trace.tree)
 
@@ -321,130 +234,35 @@ def _check_convert(text: str) -> None:
     _same("the layout and back", to_draft_trees(batch), trees)
 
 
-def _places(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    found = [path]
-    if isinstance(document, (dict, list)):
-        items = document.items() if isinstance(document, dict) else enumerate(document)
-        for key, value in items:
-            found += _places(value, (*path, key))
-    return found
-
-
-def _edited(document: Any, path: Sequence[Any], value: Any, *, drop: bool) -> Any:
-    if not path:
-        return value
-    document = copy.copy(document)
-    if drop and len(path) == 1:
-        del document[path[0]]
-    else:
-        document[path[0]] = _edited(document[path[0]], path[1:], value, drop=drop)
-    return document
-
-
-@st.composite
-def _damaged_json(draw: DrawFn, documents: SearchStrategy[Any], *, signed: bool = False) -> str:
-    """A document with some of its values replaced or left out, now and then cut off or with bytes changed."""
-    document = draw(documents)
-    for _ in range(draw(st.integers(0, 3), label="edits")):
-        places = _places(document)
-        path = draw(st.sampled_from(places))
-        nasty = copy.deepcopy(draw(st.sampled_from([*_NASTY, *_NASTY_NESTED])))
-        document = _edited(document, path, nasty, drop=bool(path) and draw(st.booleans(), label="drop"))
-    if signed and isinstance(document, dict) and draw(st.integers(0, 3), label="checksum"):
-        bare = {key: value for key, value in document.items() if key not in ("schema", "sha256")}
-        document = {**document, "sha256": codec.sha256(codec.canonical(bare))}
-    raw = bytearray(json.dumps(document).encode())
-    return _damaged_bytes(draw, raw)
-
-
-def _damaged_bytes(draw: DrawFn, raw: bytearray) -> str:
-    damage = draw(st.sampled_from(["none", "none", "none", "cut", "byte", "nested"]), label="damage")
-    if damage == "cut":
-        del raw[draw(st.integers(0, len(raw))) :]
-    elif damage == "byte" and raw:
-        raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
-    elif damage == "nested":
-        raw = bytearray(b"[" * draw(st.sampled_from([10, 5000]))) + raw
-    return bytes(raw).decode("latin-1")
-
-
-def _small_entries() -> list[Any]:
-    tree = DraftTree((-1, 0, 0), (0, 1, 2))
-    rows = np.array([[0.5, -np.inf, 1.0, np.nan]] * 3, np.float32)
-    request = Request(tree, rows, 0.5, np.array([0.25, 0.0, 1.0], np.float32), 0.5)
-    filtered = Request(tree, rows, 1.0, request.accept, 0.5, top_k=2, top_p=0.5, min_p=0.25)
-    cases = [VerifyCase((request,)), VerifyCase((request, filtered), depth_cap=2, filter_order="joint")]
-    documents = []
-    for case in cases:
-        path = save_entry(Path(_folder().name) / "seeds", CorpusEntry("oracle-agreement", case))
-        documents.append(json.loads(path.read_bytes()))
-    return documents
-
-
-def _corpus_inputs() -> SearchStrategy[str]:
-    documents = _small_entries()
-    repository = Path("corpus")
-    for path in sorted(repository.glob("*/*.json")):  # RawCase and EagleCase, where the project's own is here
-        if path.stat().st_size < 20_000:
-            documents.append(json.loads(path.read_bytes()))
-    return _damaged_json(st.sampled_from(documents).map(copy.deepcopy), signed=True)
-
-
-@st.composite
-def _trace_inputs(draw: DrawFn) -> str:
-    tree = DraftTree((-1, 0), (1, 2))
-    trace = Trace(
-        "small", "m", "d", "p", (0,), tree, np.zeros((2, 4), np.float32), (1, 2), (0.0, 1.0),
-        np.full((2, 2), 0.5, np.float32), np.full(2, 0.5, np.float32),
-    )  # fmt: skip
-    raw = save_trace(Path(_folder().name) / "seeds", trace).read_bytes()
-    line, _, body = raw.partition(b"\n")
-    header = draw(_damaged_json(st.just(json.loads(line))))
-    return header + "\n" + _damaged_bytes(draw, bytearray(body))
-
-
-@st.composite
-def _convert_documents(draw: DrawFn) -> Any:
-    trees = draw(st.lists(draft_trees(max_nodes=5), min_size=1, max_size=2))
-    items = [{"parents": list(tree.parents), "token_ids": list(tree.token_ids)} for tree in trees]
-    form = draw(st.sampled_from(["one", "list", "trees"]))
-    if form == "list":
-        return items
-    document: dict[str, Any] = dict(items[0]) if form == "one" else {"trees": items}
-    if draw(st.booleans()):
-        document |= {"num_draft_tokens": draw(st.integers(-1, 9)), "prefix_lens": [3]}
-    return document
-
-
 PARSERS: tuple[Parser, ...] = (
     Parser(
         "tree",
         "two lists are a draft tree that survives every layout, or are refused",
         _check_tree,
-        _tree_inputs,
+        tree_inputs,
     ),
     Parser(
         "pointers",
         "first-child / next-sibling arrays come back as they were, or are refused",
         _check_pointers,
-        _pointer_inputs,
+        pointer_inputs,
     ),
-    Parser("mask", "a tree mask comes back as it was, or is refused", _check_mask, _mask_inputs),
+    Parser("mask", "a tree mask comes back as it was, or is refused", _check_mask, mask_inputs),
     Parser(
-        "eagle", "EAGLE's tensors give the tree that they name, or are refused", _check_eagle, _eagle_inputs
+        "eagle", "EAGLE's tensors give the tree that they name, or are refused", _check_eagle, eagle_inputs
     ),
     Parser(
         "corpus-file",
         "a corpus file is read to the bit, or refused by name",
         _check_corpus_file,
-        _corpus_inputs,
+        corpus_inputs,
     ),
-    Parser("trace-file", "a trace is read to the bit, or refused by name", _check_trace_file, _trace_inputs),
+    Parser("trace-file", "a trace is read to the bit, or refused by name", _check_trace_file, trace_inputs),
     Parser(
         "convert-input",
         "the JSON of `treeconv convert` is trees, or is refused",
         _check_convert,
-        lambda: _damaged_json(_convert_documents()),
+        convert_inputs,
     ),
 )
 

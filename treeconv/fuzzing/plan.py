@@ -22,7 +22,7 @@ CAMPAIGNS = {
     "laws": "Hypothesis over every law of trees and backends, aimed at boundaries, deep walks and ties",
     "parsers": "the converter and every reader of outside data, guided by coverage where atheris is there",
     "bulk": "thousands of random trees a launch against a float64 oracle on the device",
-    "device": "the laws of a device's width (treeconv.gpu_laws): graphs, their coins, offsets, full vocabularies",
+    "device": "the laws of a device's width (treeconv.gpu_laws): graphs, coins, offsets, full vocabularies",
 }
 _SHELVES = ("seeds", "regressions", "crashes")
 

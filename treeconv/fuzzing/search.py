@@ -40,7 +40,7 @@ def examples_in(round_number: int) -> int:
 
 
 def _law64(request: Request, node: int, kind: str) -> NDArray[np.float64]:
-    row = request.rows[node].astype(np.float64)
+    row: NDArray[np.float64] = request.rows[node].astype(np.float64)
     if kind == "probs":
         return row
     if request.temperature == 0 or not np.isfinite(row.max()):
@@ -48,8 +48,8 @@ def _law64(request: Request, node: int, kind: str) -> NDArray[np.float64]:
         return one_hot
     with np.errstate(over="ignore", under="ignore"):
         weights: NDArray[np.float64] = np.exp((row - row.max()) / request.temperature)
-    law: NDArray[np.float64] = weights / weights.sum()
-    return law
+    weights /= weights.sum()
+    return weights
 
 
 def aims(case: VerifyCase) -> dict[str, float]:
@@ -57,8 +57,8 @@ def aims(case: VerifyCase) -> dict[str, float]:
 
     Returns:
         "nearest boundary": ``-log2`` of the least distance between a coin that is used and a boundary, at
-        most 40; "depth": nodes on the deepest walk; "ties": tokens that share a row's largest mass. Over the first
-        two requests; in float64, since nothing is judged by them.
+        most 40; "depth": nodes on the deepest walk; "ties": tokens that share a row's largest mass. Over
+        the first two requests; in float64, since nothing is judged by them.
     """
     nearest, depth, ties = 1.0, 0, 0
     cap = case.effective_depth_cap

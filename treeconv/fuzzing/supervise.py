@@ -132,18 +132,23 @@ class _Worker:
             str(self.number),
             str(first),
         ]
-        self.process = subprocess.Popen(  # noqa: S603
-            [*command, *([crash] if crash else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=(self.run / f"worker-{self.number}.stderr").open("ab"),
-            start_new_session=True,
-        )
+        with (self.run / f"worker-{self.number}.stderr").open("ab") as errors:
+            self.process = subprocess.Popen(  # noqa: S603
+                [*command, *([crash] if crash else [])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
 
     def end(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.process is None:
+            return
+        if self.process.poll() is None:
             self.process.kill()
-            self.process.wait()
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
 
 def _nothing(*_: object) -> None:
@@ -250,6 +255,7 @@ class _Campaign:
             worker.end()
             self._bury(worker, counters["job"], HANG)
             return False
+        worker.end()
         if counters["done"] or worker.is_given_up:
             return True
         self._bury(worker, counters["job"], how_it_ended(code))
