@@ -26,8 +26,8 @@ __all__ = ["PROCESSOR_CASES", "processed_cases", "processors_for"]
 
 # Mostly multiples of 1/4, so that most processed logits are exact in float32.
 _BIASES = (1.0, -1.0, 0.5, 2.0, -0.25, 100.0, -100.0, -np.inf, 1e8, 0.1)
-_REPETITIONS = (2.0, 0.5, 1.5, 1.25, 1.1)
-_AMOUNTS = (0.5, 1.0, -0.5, 2.0, -2.0, 0.25, 0.1)
+_REPETITIONS = (2.0, 0.5, 4.0, 2.0, 1.25)
+_AMOUNTS = (0.5, 1.0, -0.5, 2.0, -2.0, 0.25, 1.5, -1.0, 0.75, 0.1)
 
 
 def _calm(tree: DraftTree, rows: NDArray[np.float32], *, likely_drafts: bool) -> NDArray[np.float32]:
