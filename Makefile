@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup verify test lint bench traces clean
+.PHONY: help setup verify test lint bench traces peers clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -13,7 +13,8 @@ setup: $(VENV)/.ready  ## the virtual environment, pinned by constraints.txt
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+		--config-settings editable_mode=compat  # else the folder above the clone hides the package
 	@touch $@
 
 verify: $(VENV)/.ready  ## the laws, on every CPU backend
@@ -30,6 +31,9 @@ bench: $(VENV)/.ready  ## the CPU figures that the README quotes
 
 traces:  ## the recorded traces against the real model (own environment; 93 MB of download)
 	PYTHON=$(PYTHON) bash ci/traces.sh
+
+peers:  ## transformers' speculative sampling and logits warpers before the laws (own environment)
+	PYTHON=$(PYTHON) bash ci/peers.sh
 
 clean:  ## forget the environment and the caches
 	rm -rf $(VENV) .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .treeconv

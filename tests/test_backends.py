@@ -56,6 +56,7 @@ def strangers():
     module = ModuleType("strangers")
     module.from_probs, module.from_logits, module.not_callable = from_probs, from_logits, 3.14
     module.instance, module.Class, module.make = EagerBackend(), ReferenceBackend, lambda: ReferenceBackend()  # noqa: PLW0108
+    module.gives_seven = lambda: 7
     module.neither = lambda batch, rows: None  # noqa: ARG005
     sys.modules["strangers"] = module
     yield module
@@ -73,7 +74,9 @@ def test_claims():
     assert get_backend("reference").traits == BackendTraits(
         devices=("cpu",), takes_filters=True, rules=RULES, takes_thresholds=True
     )
-    assert get_backend("eager").traits == BackendTraits(takes_filters=True)
+    assert get_backend("eager").traits == BackendTraits(
+        takes_filters=True, rules=RULES, takes_thresholds=True
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -119,7 +122,10 @@ def test_module_and_attribute(attribute, kind, strangers, monkeypatch):
         ("strangers:absent", "module strangers has no absent"),
         ("no_such_module:f", "cannot be imported here: No module named 'no_such_module'"),
         (":f", "cannot be imported here"),
-        ("strangers:not_callable", "is a float, but must be a backend or a function"),
+        ("strangers:gives_seven", "takes no arguments, so it was called, and returned a int, but must be"),
+        ("my_sampler", r"did you mean my_sampler:verify\?"),
+        ("lib/my_sampler.py:f", r"did you mean lib.my_sampler:f\?"),
+        ("strangers:not_callable", "is a float, but must be a backend, what makes one, or a"),
         (
             "strangers:neither",
             r"takes \(batch, rows\), but must take \(batch, target_probs, coins, depth_cap\)",
@@ -181,6 +187,12 @@ def test_a_function_claims_status_and_devices_by_attributes():
 def test_a_function_that_returns_something_else(returned):
     backend = FunctionBackend(lambda batch, target_probs, coins, depth_cap: returned, "mine")  # noqa: ARG005
     with pytest.raises(InvalidArgument, match=f"backend 'mine' returned {type(returned).__name__}, but must"):
+        front_verify_probs(BATCH, PROBS, COINS, backend=backend)
+
+
+def test_a_function_that_returns_lists():
+    backend = FunctionBackend(lambda batch, target_probs, coins, depth_cap: ([[0, 1]], [1], [0, 0]), "mine")  # noqa: ARG005
+    with pytest.raises(InvalidArgument, match=r"accept_index is a list, but must be a torch.Tensor"):
         front_verify_probs(BATCH, PROBS, COINS, backend=backend)
 
 

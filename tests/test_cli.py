@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from treeconv import DraftTree, __version__, suite, to_verify_input
+from treeconv.backends.registry import get_backend
 from treeconv.cli import main
 from treeconv.corpus import load_entry
+from treeconv.laws import Law, why_not
 
 ROOT = Path(__file__).parents[1]
 SEEDS = ROOT / "corpus" / "seeds"
@@ -21,7 +23,7 @@ TREES = [
     {"parents": [-1, 0, 0, 1], "token_ids": [9, 5, 7, 2]},
     {"parents": [-1, 0], "token_ids": [1, 0]},
 ]
-LAST = re.compile(r"(PASS|FAIL) (\d+) laws, (\d+) backends, (\d+) cases, (\d+) broken")
+LAST = re.compile(r"(PASS|FAIL) (\d+) laws(?: \(\d+ skipped\))?, (\d+) backends, (\d+) cases, (\d+) broken")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,13 @@ class TestVerify:
         assert lines[1].startswith("backends: reference, eager")
         verdict, *numbers = LAST.fullmatch(lines[-1]).groups()
         assert (verdict, numbers[0], numbers[3]) == ("PASS", str(laws), "0")
-        assert int(numbers[2]) == 4 * (3 + (laws - 3) * int(numbers[1]))
+        judged = [
+            (law, name)
+            for law in suite.laws_named([])
+            for name in (("reference", "eager") if isinstance(law, Law) else ("trees",))
+            if name == "trees" or not why_not(law, get_backend(name))
+        ]
+        assert int(numbers[2]) == 4 * len(judged)
         rows = [line for line in lines if re.search(r"kept +\d+ cases +\d+\.\d s", line)]
         assert len(rows) == laws
 
@@ -82,6 +90,7 @@ class TestVerify:
         assert "skipped on cli_logits:f: needs the probability interface" in out
         assert main([*arguments, "--law", "outcome-law"]) == 2
         assert capsys.readouterr().err == (
+            "1/1 outcome-law cli_logits:f: skipped\n"  # a log sees each as it is done
             "treeconv: error: no law applies to these backends, so nothing was judged\n"
         )
 
@@ -303,3 +312,13 @@ def test_bench_without_a_cuda_device_says_so(capsys):
 
     assert main(["bench"]) == 2
     assert "measures a CUDA device, and none is here" in capsys.readouterr().err
+
+
+def test_a_misspelt_key_is_named(tmp_path, capsys):
+    file = tmp_path / "trees.json"
+    file.write_text('{"trees": [{"parents": [-1], "token_ids": [9]}], "num_draft_token": 4}')
+    assert main(["convert", str(file)]) == 2
+    assert (
+        "unknown key 'num_draft_token', but must be one of num_draft_tokens, parents,"
+        in capsys.readouterr().err
+    )

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from treeconv import DraftTree, LawBroken, Request, RowStatus, VerifyCase, VerifyOutput, oracle
+from treeconv.backends.base import BackendTraits
+from treeconv.backends.reference import ReferenceBackend
 from treeconv.judge import Observed, Violation, explain, is_ambiguous, judge, observe, target_rows
+from treeconv.laws import law_named
 
 TREE = DraftTree([-1, 0, 0, 1], [9, 5, 7, 2])
 ROOT = DraftTree([-1], [3])
@@ -213,3 +216,63 @@ def test_long_rows_list_their_largest_masses():
 def test_target_rows_by_kind(kind, mass):
     request = Request(ROOT, np.array([[0.25, 0.75]], np.float32), 0.0, [0.5], 0.5)
     assert target_rows(request, kind)[0].mass(0) == mass
+
+
+def probs_case(rows, coin, final=0.5, **filters):
+    tree = DraftTree((-1, 0), (0, 0))
+    rows = np.array(rows, np.float32)
+    return VerifyCase(
+        (Request(tree, rows, 1.0, np.array([coin, 0.5], np.float32), final, **filters),), "probs"
+    )
+
+
+def failure(case, got, law="critical-coins"):
+    request = case.requests[0]
+    rows = target_rows(request, case.kind, case.filter_order)
+    want, why = judge(request.tree, rows, request.accept.tolist(), request.final, 2, got)
+    return str(explain(law, "m", "b", case, Violation(0, got, want, why)))
+
+
+def test_children_that_hold_all_the_mass_are_explained():
+    """A boundary at distance 0 would send the reader to write `<=`."""
+    text = failure(probs_case([[1, 0], [1, 0]], 1.0), Observed((0,), (1,), RowStatus.OK))
+    assert "its children hold all the mass there is" in text
+    assert "the last child with mass is accepted" in text
+    assert "distance" not in text
+
+
+def test_a_filtered_failure_shows_the_row_before_the_filters():
+    case = probs_case([[0.5, 0.5], [1, 0]], 0.5, top_k=1)
+    text = failure(case, Observed((0,), (1,), RowStatus.OK))
+    assert "p = {0: 1} of p = {0: 0.5, 1: 0.5} before filters" in text
+
+
+@pytest.mark.parametrize(("temperature", "is_noted"), [(1e-40, True), (1.0, False), (0.0, False)])
+def test_a_quotient_that_overflows_is_noted(temperature, is_noted):
+    rows = np.array([[0, 5], [0, 5]], np.float32)
+    request = Request(DraftTree((-1, 0), (0, 0)), rows, temperature, np.full(2, 0.5, np.float32), 0.5)
+    case = VerifyCase((request,))
+    text = str(explain("l", "m", "b", case, Violation(0, "x", "y")))
+    assert ("take (x - max) / T, unclamped" in text) == is_noted
+
+
+class Raises:
+    """A sampler that breaks where a coin is 1."""
+
+    name = "raises"
+    traits = BackendTraits(takes_logits=False)
+
+    def verify_probs(self, batch, target_probs, coins, depth_cap):
+        if (coins.accept == 1).any():
+            raise IndexError("off the row")
+        return ReferenceBackend().verify_probs(batch, target_probs, coins, depth_cap)
+
+
+def test_a_sampler_that_raises_is_shown_the_coins_it_raises_for():
+    case = probs_case([[0.5, 0.5], [1, 0]], 0.25)
+    with pytest.raises(LawBroken) as broken:
+        law_named("critical-coins").run(case, Raises())
+    text = str(broken.value)
+    assert "IndexError: off the row (raised at" in text
+    assert "coin 1.0" in text
+    assert "want:     path 0, then bonus token 1" in text

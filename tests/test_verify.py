@@ -433,3 +433,16 @@ def test_the_roots_token_need_not_be_in_the_vocabulary(backend):
 
 def test_backends_agree_with_each_other_on_their_names():
     assert [get_backend(name).name for name in BACKENDS] == list(BACKENDS)
+
+
+def test_a_generator_that_is_none():
+    batch = to_verify_input([DraftTree.chain([9, 1])])
+    with pytest.raises(InvalidArgument, match=r"generator=5, but must be a torch.Generator or None"):
+        verify(batch, torch.zeros(1, 2, 4), generator=5)
+
+
+def test_a_negative_probability_is_called_one():
+    batch = to_verify_input([DraftTree.chain([9, 1])])
+    output = verify_probs(batch, torch.full((1, 2, 2), -0.5), backend="reference")
+    with pytest.raises(InvalidArgument, match="holds NaN, or a negative probability"):
+        output.raise_for_status()

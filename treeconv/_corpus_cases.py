@@ -11,6 +11,7 @@ from treeconv import _corpus_codec as codec
 from treeconv.case import CaseTensors, Request, RowsKind, VerifyCase
 from treeconv.convert import EagleDraft
 from treeconv.errors import CorpusError, InvalidArgument
+from treeconv.processors import PENALTIES, RequestProcessors
 from treeconv.tree import Coins, DraftTree, VerifyInput, as_float_array
 
 if TYPE_CHECKING:
@@ -203,13 +204,15 @@ class EagleCase:
 
 
 def schema_of(case: VerifyCase | RawCase | EagleCase) -> int:
-    """The lowest schema that can hold a case: 3 for a rule besides target-only, 2 for filters, else 1.
+    """The lowest schema that can hold a case: 3 for processors or another rule, 2 for filters, else 1.
 
-    So what has neither is written as it always was, under the same name, and read by older readers.
+    So what has none is written as it always was, under the same name, and read by older readers.
     """
     if not isinstance(case, VerifyCase):
         return 1
-    return 3 if case.rule != "target_only" else 2 if case.has_filter_settings else 1
+    if case.rule != "target_only" or any(r.processors != RequestProcessors() for r in case.requests):
+        return 3
+    return 2 if case.has_filter_settings else 1
 
 
 def encode_case(case: VerifyCase | RawCase | EagleCase) -> dict[str, Any]:
@@ -249,6 +252,7 @@ def encode_case(case: VerifyCase | RawCase | EagleCase) -> dict[str, Any]:
                 "final": codec.encode_float(request.final),
                 "rows": codec.encode_floats(request.rows),
                 **({"draft_probs": _encode_optional(request.draft_probs)} if schema >= 3 else {}),
+                **_encode_processors(request.processors),
             }
             for request in case.requests
         ],
@@ -257,6 +261,41 @@ def encode_case(case: VerifyCase | RawCase | EagleCase) -> dict[str, Any]:
 
 def _encode_optional(rows: NDArray[np.float32] | None) -> Any:
     return None if rows is None else codec.encode_floats(rows)
+
+
+def _encode_processors(held: RequestProcessors) -> dict[str, Any]:
+    """Under "processors" whatever is not off; nothing where all is."""
+    found: dict[str, Any] = {}
+    if held.logit_bias is not None:
+        found["logit_bias"] = codec.encode_floats(held.logit_bias)
+    if held.token_bitmask is not None:
+        found["token_bitmask"] = held.token_bitmask.tolist()
+    for name, off in PENALTIES.items():
+        if getattr(held, name) != off:
+            found[name] = codec.encode_float(getattr(held, name))
+    if held.committed_tokens:
+        found["committed_tokens"] = list(held.committed_tokens)
+    return {"processors": found} if found else {}
+
+
+def _decode_processors(value: Any, where: str) -> RequestProcessors:
+    codec.take(value, (), where, ("logit_bias", "token_bitmask", *PENALTIES, "committed_tokens"))
+    found: dict[str, Any] = {
+        name: _single(value[name], f"{where}.{name}") for name in PENALTIES if name in value
+    }
+    if "logit_bias" in value:
+        found["logit_bias"] = codec.decode_floats(value["logit_bias"], f"{where}.logit_bias", 1)
+    if "token_bitmask" in value:
+        words = codec.decode_ints(value["token_bitmask"], f"{where}.token_bitmask", 2)
+        if len({len(row) for row in words}) > 1 or any(
+            not -(2**31) <= w < 2**31 for row in words for w in row
+        ):
+            raise CorpusError(f"{where}.token_bitmask must hold int32 rows of one length")
+        found["token_bitmask"] = np.array(words, np.int32)
+    if "committed_tokens" in value:
+        tokens = codec.decode_ints(value["committed_tokens"], f"{where}.committed_tokens", 1)
+        found["committed_tokens"] = tokens
+    return RequestProcessors(**found)
 
 
 def _encode_filters(request: Request) -> dict[str, Any]:
@@ -270,10 +309,16 @@ def _encode_filters(request: Request) -> dict[str, Any]:
 def _decode_filters(item: dict[str, Any], where: str) -> dict[str, Any]:
     found: dict[str, Any] = {"top_k": _optional_int(item["top_k"], f"{where}.top_k")}
     for name in ("top_p", "min_p"):
-        found[name] = codec.decode_float(item[name], f"{where}.{name}")
-        if float(np.float32(found[name])) != found[name]:
-            raise CorpusError(f"{where}.{name}={item[name]!r}, but must be a float32 exactly")
+        found[name] = _single(item[name], f"{where}.{name}")
     return found
+
+
+def _single(value: Any, where: str) -> float:
+    number = codec.decode_float(value, where)
+    with np.errstate(over="ignore"):
+        if float(np.float32(number)) != number:
+            raise CorpusError(f"{where}={value!r}, but must be a float32 exactly")
+    return number
 
 
 def _temperature(value: Any, where: str) -> float:
@@ -333,7 +378,7 @@ def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
         more = (("top_k", "top_p", "min_p") if schema >= 2 else ()) + (
             ("draft_probs",) if schema >= 3 else ()
         )
-        codec.take(item, (*keys, *more), where)
+        codec.take(item, (*keys, *more), where, ("processors",) if schema >= 3 else ())
         draft_probs = item.get("draft_probs")
         tree = DraftTree(
             codec.decode_ints(item["parents"], f"{where}.parents", 1),
@@ -350,6 +395,7 @@ def decode_case(value: Any, schema: int) -> VerifyCase | RawCase | EagleCase:
                 draft_probs=None
                 if draft_probs is None
                 else codec.decode_floats(draft_probs, f"{where}.draft_probs", 2),
+                processors=_decode_processors(item.get("processors", {}), f"{where}.processors"),
             )
         )
     case = VerifyCase(

@@ -163,14 +163,14 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 
-def take(value: Any, keys: Iterable[str], where: str) -> dict[str, Any]:
+def take(value: Any, keys: Iterable[str], where: str, optional: Iterable[str] = ()) -> dict[str, Any]:
     """``value`` as an object with exactly these keys: a typing error is never taken for a default."""
     if not isinstance(value, dict):
         raise CorpusError(f"{where} is {_kind(value)}, but must be an object")
     wanted = set(keys)
     if missing := sorted(wanted - set(value)):
         raise CorpusError(f"{where} lacks {', '.join(map(repr, missing))}")
-    if unknown := sorted(set(value) - wanted):
+    if unknown := sorted(set(value) - wanted - set(optional)):
         raise CorpusError(f"{where} has unknown keys {', '.join(map(repr, unknown))}")
     return value
 

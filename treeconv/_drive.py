@@ -11,7 +11,8 @@ import numpy as np
 from treeconv import oracle
 from treeconv.errors import BackendUnavailable
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
-from treeconv.sampling import row_status, target_probs
+from treeconv.processors import PENALTIES, RequestProcessors
+from treeconv.sampling import processed_logits, row_status, target_probs
 from treeconv.tree import RowStatus
 
 if TYPE_CHECKING:
@@ -41,16 +42,30 @@ _MAX_ELEMENTS = 2**24  # of the target rows in one call: 64 MB of float32
 
 
 def as_probs(case: VerifyCase) -> VerifyCase:
-    """The case with its softmax taken, for a verifier that takes probabilities only."""
+    """The case with its processors and softmax done, for a verifier that takes probabilities only."""
 
-    def law(row: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any, Any]:
+    def law(request: Request, node: int) -> np.ndarray[Any, Any]:
+        row = request.rows[node]
+        if request.processors.kinds:
+            held, tree = request.processors, request.tree
+            row = processed_logits(
+                row,
+                [*held.committed_tokens, *(tree.token_ids[inner] for inner in tree.path(node))],
+                **{name: getattr(held, name) for name in PENALTIES},
+                logit_bias=held.logit_bias,
+                token_bitmask=None if held.token_bitmask is None else held.token_bitmask[node],
+            )
         status = row_status(row)
         if status is RowStatus.OK:
-            return target_probs(row, temperature)
+            return target_probs(row, request.temperature)
         return np.full_like(row, {RowStatus.NAN: np.nan, RowStatus.POS_INF: np.inf}.get(status, 0.0))
 
     requests = [
-        replace(request, rows=np.stack([law(row, request.temperature) for row in request.rows]))
+        replace(
+            request,
+            rows=np.stack([law(request, node) for node in range(len(request.tree))]),
+            processors=RequestProcessors(),
+        )
         for request in case.requests
     ]
     return replace(case, requests=tuple(requests), kind="probs", rows_dtype="float32")
@@ -67,13 +82,19 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
 
     Raises:
         Violation: it raised, or returned something of another shape: no decision to judge.
-        BackendUnavailable: the case has filters, or another rule, and the backend does not claim them.
+        BackendUnavailable: the case has filters, processors or a rule that the backend does not claim.
     """
     more: dict[str, Any] = {}
     if tensors.filters is not None:
         if not backend.traits.takes_filters:
             raise BackendUnavailable(f"backend={backend.name!r} takes no filters, but the case has some")
         more["filters"] = tensors.filters
+    if tensors.processors is not None:
+        if missing := tensors.processors.kinds - set(backend.traits.takes_processors):
+            raise BackendUnavailable(
+                f"backend={backend.name!r} takes no {' or '.join(sorted(missing))}, but the case has some"
+            )
+        more["processors"] = tensors.processors
     if tensors.rule is not None:
         if tensors.rule.name not in backend.traits.rules:
             raise BackendUnavailable(f"backend={backend.name!r} does not claim rule {tensors.rule.name}")
@@ -107,9 +128,30 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
 
 
 def decide(case: VerifyCase, backend: Backend, device: str) -> list[Observed]:
-    """What the backend did with each request."""
-    _, output = call(case, backend, device)
+    """What the backend did with each request.
+
+    Raises:
+        Violation: it raised, or returned something of another shape; on the first request alone that makes
+            it do so, where one does, and with the coins that do.
+    """
+    try:
+        _, output = call(case, backend, device)
+    except Violation as violation:
+        raise _alone(case, backend, device, violation) from None
     return observe([request.tree for request in case.requests], output, case.slots)
+
+
+def _alone(case: VerifyCase, backend: Backend, device: str, violation: Violation) -> Violation:
+    for request in case.requests:
+        single = case.replace_requests([request])
+        try:
+            call(single, backend, device)
+        except Violation as again:
+            rows = target_rows(request, case.kind, case.filter_order, case.rule)
+            cap = case.effective_depth_cap
+            walk = oracle.canonical_walk(request.tree, rows, request.accept.tolist(), request.final, cap)
+            return replace(again, want=str(Observed(walk.path, walk.tokens, walk.status)), case=single)
+    return violation
 
 
 def judge_all(
@@ -184,5 +226,5 @@ def measure(
 def bytes_of(tensor: Any) -> bytes:
     import torch  # noqa: PLC0415
 
-    flat = tensor.detach().cpu().contiguous().view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # flat: an empty one too
     return bytes(flat.numpy().tobytes())

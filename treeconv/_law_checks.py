@@ -254,6 +254,8 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
     }
     if tensors.filters is not None:
         named |= {name: getattr(tensors.filters, name) for name in ("top_k", "top_p", "min_p")}
+    if tensors.processors is not None:
+        named |= tensors.processors.tensors
     if tensors.rule is not None and tensors.rule.draft_probs is not None:
         named["draft probabilities"] = tensors.rule.draft_probs
     before = {name: bytes_of(tensor) for name, tensor in named.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from treeconv import _validate
+from treeconv import _validate, _validate_processors
 from treeconv.backends.registry import choose_backend, get_backend
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.sampling import draw_coins
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from treeconv.backends.base import Backend
     from treeconv.filters import FilterOrder, Filters
+    from treeconv.processors import Processors
     from treeconv.rules import Drafting, Rule, RuleName
 
 __all__ = ["choose_coins", "verify", "verify_probs"]
@@ -32,6 +33,8 @@ def choose_coins(
     """What the backend's parameter ``coins`` gets: coins as given or drawn, or what it draws its own from."""
     import torch  # noqa: PLC0415
 
+    if not isinstance(generator, (torch.Generator, type(None))):
+        raise InvalidArgument(f"generator={generator!r}, but must be a torch.Generator or None")
     given = {"coins": coins, "generator": generator, "seeds": seeds}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
@@ -57,11 +60,23 @@ def choose_coins(
 
 
 def _backend(
-    backend: str | Backend, device: torch.device, filters: Filters | None, rule: Rule | None
+    backend: str | Backend,
+    device: torch.device,
+    filters: Filters | None,
+    rule: Rule | None,
+    processors: Processors | None = None,
 ) -> Backend:
     if isinstance(backend, str) and backend == "auto":
         name = "target_only" if rule is None else rule.name
-        chosen = choose_backend(device, takes_filters=filters is not None, rule=name)
+        is_lossy = rule is not None and rule.is_lossy
+        kinds = processors.kinds if processors else ()
+        chosen = choose_backend(
+            device,
+            takes_filters=filters is not None,
+            takes_processors=kinds,
+            rule=name,
+            takes_thresholds=is_lossy,
+        )
     else:
         chosen = get_backend(backend)
     if device.type not in chosen.traits.devices:
@@ -72,7 +87,9 @@ def _backend(
     return chosen
 
 
-def _more(filters: Filters | None, rule: Rule | None, backend: Backend) -> dict[str, Any]:
+def _more(
+    filters: Filters | None, rule: Rule | None, backend: Backend, processors: Processors | None = None
+) -> dict[str, Any]:
     """What a backend is handed besides: nothing where it is the default, so that it need not know of it."""
     more: dict[str, Any] = {}
     if filters is not None:
@@ -88,6 +105,14 @@ def _more(filters: Filters | None, rule: Rule | None, backend: Backend) -> dict[
         if rule.is_lossy and not backend.traits.takes_thresholds:
             raise BackendUnavailable(f"backend={backend.name!r} takes no acceptance thresholds below 1")
         more["rule"] = rule
+    if processors is not None:
+        if missing := processors.kinds - set(backend.traits.takes_processors):
+            known = ", ".join(backend.traits.takes_processors) or "none"
+            named = " or ".join(sorted(missing))
+            raise BackendUnavailable(
+                f"backend={backend.name!r} takes no {named}; of the processors it takes {known}"
+            )
+        more["processors"] = processors
     return more
 
 
@@ -105,6 +130,12 @@ def verify(
     top_p: Any = None,
     min_p: Any = None,
     filter_order: FilterOrder = "sequential",
+    logit_bias: Any = None,
+    token_bitmask: Any = None,
+    repetition_penalty: Any = None,
+    frequency_penalty: Any = None,
+    presence_penalty: Any = None,
+    committed_tokens: Any = None,
     rule: RuleName = "target_only",
     draft_probs: Any = None,
     drafting: Drafting = "fixed",
@@ -151,6 +182,21 @@ def verify(
         filter_order: "sequential": top-p measures the law renormalised after top-k (HF, vLLM, SGLang's
             verifier); "joint": the law after temperature (SGLang's plain sampler).
 
+        logit_bias: ``[B, V]`` float32, added to a request's visited rows after the penalties; -inf forbids.
+
+        token_bitmask: ``[B, N, ceil(V / 32)]`` int32 (xgrammar's layout): bit ``t % 32`` of word ``t // 32``
+            is set where token ``t`` may follow node ``i``. See :func:`treeconv.grammar.fill_token_bitmask`.
+
+        repetition_penalty: > 0, or one per request; None and 1 are off. Applied to tokens seen before, as
+            :mod:`treeconv.processors` defines, in float32 and before everything else.
+
+        frequency_penalty: finite, or one per request; None and 0 are off. What a node has seen is what is
+            in ``committed_tokens``, and the path from the root to it: each occurrence once.
+
+        presence_penalty: likewise.
+
+        committed_tokens: the ids that penalties are about *before* each root, whose own token is counted
+            from the tree: a list of ids per request, or ``[B, L]`` int64 with -1 in padding. Default: none.
         rule: "target_only"; "draw_and_match" (draw from each visited node's law, follow it where drafted; the
             node's own coin draws, the final one is unused); or, for drafts *sampled* from ``draft_probs``,
             "chain" (one child a node, accepted iff ``coin * q < p``, coin of the parent) or "recursive"
@@ -172,14 +218,15 @@ def verify(
 
     Returns:
         A :class:`VerifyOutput`. A request that *visits* a row of NaN, +inf or only -inf emits nothing and
-        says so in ``status``; the others do not notice.
+        says so in ``status``; the others do not notice. What counts is the row after the processors: one
+        whose tokens are all forbidden is EMPTY.
 
     Raises:
         InvalidArgument: a shape, dtype, device or value that breaks the rules above, or a rule with drafts
             that it is biased on; the message names it.
         InvalidTree: pointers that are no tree (checked on the CPU).
         BackendUnavailable: an unknown backend, one that cannot run here, or one that lacks the
-            filters or the rule.
+            filters, the processors or the rule.
     """
     _validate.check_verify_input(batch)
     rows = _validate.check_rows(logits, "logits", batch, _LOGITS)
@@ -189,13 +236,25 @@ def verify(
     how = _validate.check_rule(
         rule, draft_probs, drafting, threshold_single, threshold_acc, batch, rows.shape[2]
     )
-    chosen = _backend(backend, batch.device, filters, how)
+    processors = _validate_processors.check_processors(
+        batch,
+        rows.shape[2],
+        logit_bias,
+        token_bitmask,
+        {
+            "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+        },
+        committed_tokens,
+    )
+    chosen = _backend(backend, batch.device, filters, how, processors)
     if not chosen.traits.takes_logits:
         raise BackendUnavailable(f"backend={chosen.name!r} takes probabilities only: use verify_probs")
     if str(rows.dtype).removeprefix("torch.") not in chosen.traits.rows_dtypes:
         takes = " and ".join(chosen.traits.rows_dtypes)
         raise BackendUnavailable(f"backend={chosen.name!r} takes logits of {takes}, not of {rows.dtype}")
-    more = _more(filters, how, chosen)
+    more = _more(filters, how, chosen, processors)
     cap = _validate.check_depth_cap(depth_cap, batch)
     return chosen.verify(
         batch, rows, temperatures, choose_coins(chosen, batch, coins, generator, seeds), cap, **more
@@ -229,8 +288,8 @@ def verify_probs(
     Args:
         batch: the converted trees, ``[B, N]``.
 
-        target_probs: ``[B, N, V]`` float32 on the batch's device, >= 0: after temperature, and after
-            filters unless they are given here. Never written to.
+        target_probs: ``[B, N, V]`` float32 on the batch's device, >= 0: after processors and temperature, and
+            after filters unless they are given here. Never written to.
 
         coins: as for :func:`verify`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from treeconv.convert import to_verify_input
 from treeconv.errors import InvalidArgument
 from treeconv.filters import FILTER_ORDERS, Cuts, Filters
+from treeconv.processors import Processors, RequestProcessors
 from treeconv.rules import RATIO_RULES, RULES, Rule
 from treeconv.tree import Coins, DraftTree, as_float_array
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.filters import FilterOrder
+    from treeconv.processors import ProcessorKind
     from treeconv.rules import RuleName
     from treeconv.tree import VerifyInput
 
@@ -67,6 +69,7 @@ class Request:
 
         top_k, top_p, min_p: its filters, as in :class:`~treeconv.filters.Cuts`; off by default.
 
+        processors: its bias, bitmask and penalties, of logits only; off by default.
         draft_probs: ``[n, V]`` float32, the law that each node's children were sampled from, for a rule that
             reads it; else None.
     """
@@ -79,6 +82,7 @@ class Request:
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
+    processors: RequestProcessors = field(default_factory=RequestProcessors)
     draft_probs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
@@ -102,6 +106,7 @@ class Request:
         cuts = Cuts(self.top_k, self.top_p, self.min_p)
         for name in ("top_k", "top_p", "min_p"):  # as checked, and as the float32 that backends take
             object.__setattr__(self, name, getattr(cuts, name))
+        self.processors.check_shapes(len(self.tree), rows.shape[1])
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -109,6 +114,7 @@ class Request:
             and self.tree == other.tree
             and (self.temperature, self.final) == (other.temperature, other.final)
             and self.cuts() == other.cuts()
+            and self.processors == other.processors
             and _same_array(self.rows, other.rows)
             and _same_optional(self.draft_probs, other.draft_probs)
             and _same_array(self.accept, other.accept)
@@ -138,6 +144,7 @@ class CaseTensors:
     coins: Coins
     depth_cap: int
     filters: Filters | None = None
+    processors: Processors | None = None
     rule: Rule | None = None
 
 
@@ -184,6 +191,8 @@ class VerifyCase:
             raise InvalidArgument(f"rows_dtype={self.rows_dtype!r}, but must be one of {_DTYPES}")
         if self.filter_order not in FILTER_ORDERS:
             raise InvalidArgument(f"filter_order={self.filter_order!r}, but must be 'sequential' or 'joint'")
+        if self.kind == "probs" and self.processor_kinds:
+            raise InvalidArgument("kind='probs', but must be 'logits' where requests have processors")
         self._check_rule()
 
     def _check_rule(self) -> None:
@@ -220,6 +229,11 @@ class VerifyCase:
     def is_filtered(self) -> bool:
         """Whether any request has a filter on: then only a backend that takes filters can be asked."""
         return any(request.cuts().are_on(self.vocab_size) for request in self.requests)
+
+    @property
+    def processor_kinds(self) -> frozenset[ProcessorKind]:
+        """The processors that any request has on: then only a backend that takes those can be asked."""
+        return frozenset().union(*(request.processors.kinds for request in self.requests))
 
     @property
     def has_filter_settings(self) -> bool:
@@ -270,6 +284,9 @@ class VerifyCase:
             coins=Coins(torch.from_numpy(accept).to(device), torch.from_numpy(final).to(device)),
             depth_cap=self.effective_depth_cap,
             filters=filters,
+            processors=Processors.of(
+                [request.processors for request in self.requests], self.slots, self.vocab_size, device
+            ),
             rule=self._rule_tensors(device),
         )
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -100,7 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     ):
         bench.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=of_what)
     bench.add_argument("--temperature", type=float, nargs="+", metavar="T", help="temperatures")
-    bench.add_argument("--path", nargs="+", default=["deployed", "eager", "triton"], metavar="PATH")
+    bench.add_argument(
+        "--path",
+        nargs="+",
+        default=["deployed", "eager", "triton"],
+        metavar="PATH",
+        help="what to time (default: deployed eager triton)",
+    )
     bench.add_argument("--seconds", type=float, default=240, help="begin no shape after this long")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (PNG; needs matplotlib)")
@@ -183,7 +190,9 @@ def _verify(options: argparse.Namespace) -> int:
     if not cases:
         raise InvalidArgument("no law applies to these backends, so nothing was judged")
     verdict = "FAIL" if broken else "PASS"
-    _say(f"{verdict} {len(laws)} laws, {len(backends)} backends, {cases} cases, {broken} broken")
+    judged = {outcome.law for outcome in outcomes if not outcome.skipped}
+    skipped = f" ({len(laws) - len(judged)} skipped)" if len(judged) < len(laws) else ""
+    _say(f"{verdict} {len(judged)} laws{skipped}, {len(backends)} backends, {cases} cases, {broken} broken")
     return 1 if broken else 0
 
 
@@ -213,6 +222,10 @@ def _judge(
                 )
             )
             progress.update(task, completed=max_examples * done)  # skipped, broken or exhausted early
+            if not console.is_terminal:  # a log wants to see that something happens
+                said = f"{law.name} {backend.name if backend else ''}".rstrip()
+                cell = re.sub(r"\[.*?\]", "", _cell(outcomes[-1]))
+                print(f"{done}/{len(jobs)} {said}: {cell}", file=sys.stderr, flush=True)  # noqa: T201
     return outcomes
 
 
@@ -400,8 +413,9 @@ def _doctor(options: argparse.Namespace) -> int:
         _say(f"device        no CUDA device: torch is {built}")
     for name, reason in available_backends().items():
         if reason is None:
-            kinds = " and ".join(get_backend(name).traits.devices)
-            _say(f"backend       {name}: available, runs on {kinds}")
+            kinds = get_backend(name).traits.devices
+            here = "available" if "cpu" in kinds or torch.cuda.is_available() else "not usable here"
+            _say(f"backend       {name}: {here}, runs on {' and '.join(kinds)}")
         else:
             _say(f"backend       {name}: not available: {reason.removeprefix(f'backend={name!r} ')}")
     return 0

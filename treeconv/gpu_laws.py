@@ -87,6 +87,8 @@ class GpuLaw:
             ]
             if violation.why:
                 lines.append(f"  because:  {violation.why}")
+            call = f"gpu_law_named({self.name!r}).run(<backend>, {str(device)!r}, {sizes}, seed={seed})"
+            lines.append(f"  replay:   treeconv.gpu_laws.{call}")
             raise LawBroken("\n".join(lines), law=self.name, backend=name) from None
 
 

@@ -5,9 +5,11 @@ Everything here is about one request under one coin vector; :mod:`treeconv.laws`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from treeconv import oracle
 from treeconv.errors import LawBroken
@@ -15,6 +17,8 @@ from treeconv.tree import DraftTree, RowStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from treeconv.case import Request, VerifyCase
     from treeconv.filters import FilterOrder
@@ -75,9 +79,12 @@ class Violation(Exception):
 def target_rows(
     request: Request, kind: str, filter_order: FilterOrder = "sequential", rule: RuleName = "target_only"
 ) -> TargetRows:
-    """The oracle's view of a request's rows: its filters in the case's order, under the case's rule."""
+    """The oracle's view of a request's rows: processors, filters in the case's order, the case's rule."""
     cuts = request.cuts(filter_order)
-    if kind == "probs":
+    held = request.processors
+    if held.kinds:
+        rows = oracle.TargetRows.from_processed(request.rows, request.tree, held, request.temperature, cuts)
+    elif kind == "probs":
         rows = oracle.TargetRows.from_probs(request.rows, cuts)
     else:
         rows = oracle.TargetRows.from_logits(request.rows, request.temperature, cuts)
@@ -198,6 +205,12 @@ def _deciding_number(
         bounds = rows[node].accept_bounds(tested)
         if not bounds:
             return f"node {node}: no child may be accepted here (accept slots: {depth_cap})"
+        if len(got.path) == shared and not rows[node].bonus(tested).may_have_mass:
+            return (
+                f"node {node}: its children hold all the mass there is. Where rounding, or a coin of 1,"
+                f" rejects every one (coin {coin!r}), nothing is left to draw: the last child with mass is"
+                " accepted"
+            )
     else:
         coin, what = final, "final coin"
         bounds = rows[node].bonus(tested).boundaries()
@@ -317,8 +330,12 @@ def explain(
     rows = target_rows(request, case.kind, case.filter_order, case.rule)
     draft_probs = request.draft_probs
     keep = _worth_drawing(request.tree, rows, accept, final, case.effective_depth_cap, violation.got)
+    cuts = request.cuts(case.filter_order)
+    is_filtered = cuts.are_on(case.vocab_size)
+    plain = target_rows(replace(request, top_k=None, top_p=1.0, min_p=0.0), case.kind)
     notes = {
         node: _masses(rows, node, case.vocab_size)
+        + (f" of {_masses(plain, node, case.vocab_size)} before filters" if is_filtered else "")
         + (
             _draft_masses(draft_probs[node])
             if draft_probs is not None and request.tree.children[node]
@@ -331,8 +348,9 @@ def explain(
     if len(picture) > _MAX_LINES:
         picture = [*picture[: _MAX_LINES - 1], f"... ({len(request.tree)} nodes in all)"]
     temperature = "" if case.kind == "probs" else f", temperature {request.temperature!r}"
-    cuts = request.cuts(case.filter_order)
-    filters = f", {cuts}" if cuts.are_on(case.vocab_size) else ""
+    filters = f", {cuts}" if is_filtered else ""
+    if request.processors.kinds:
+        filters = f", {request.processors}{filters}"
     rule = "" if case.rule == "target_only" else f", rule {case.rule}"
     summary = (
         f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"
@@ -350,4 +368,14 @@ def explain(
     ]
     if violation.why:
         lines.append(f"  because:  {violation.why}")
+    if case.kind == "logits" and _overflows(request.rows, request.temperature):
+        lines.append(
+            "  note:     at this temperature logits / T overflows float32: take (x - max) / T, unclamped"
+        )
     return LawBroken("\n".join(lines), law=law, backend=backend, case=case)
+
+
+def _overflows(rows: NDArray[np.float32], temperature: float) -> bool:
+    """Whether the naive quotient of a logit and the temperature is beyond float32."""
+    largest = float(np.abs(rows[np.isfinite(rows)]).max(initial=0.0))
+    return temperature > 0 and largest > temperature * float(np.finfo(np.float32).max)

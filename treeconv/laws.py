@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 
 from treeconv import _filter_checks as filter_check
 from treeconv import _law_checks as check
+from treeconv import _processor_checks as processor_check
 from treeconv import _rng_checks as rng_check
 from treeconv import _rule_checks as rule_check
 from treeconv._drive import as_probs
 from treeconv.judge import Violation, explain
+from treeconv.processors import PROCESSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from treeconv.backends.base import Backend, CoinUse
     from treeconv.case import VerifyCase
+    from treeconv.processors import ProcessorKind
     from treeconv.rules import RuleName
 
 __all__ = ["BACKEND_LAWS", "Law", "law_named", "why_not"]
@@ -98,7 +101,12 @@ _FILTERED = (
     "filtered_logits",
     "filtered_batches",
     "filtered_wide",
+    "processed_filtered",
 )
+_PROCESSED: dict[str, tuple[ProcessorKind, ...]] = {
+    **dict.fromkeys(("masked", "masked_batches", "masked_wide", "forbidden_rows"), ("bias", "bitmask")),
+    **dict.fromkeys(("penalised", "penalised_batches", "penalised_wide", "processed_filtered"), PROCESSORS),
+}
 
 
 def why_not(law: Law, backend: Backend) -> str | None:
@@ -112,9 +120,11 @@ def why_not(law: Law, backend: Backend) -> str | None:
         return f"the backend does not claim the rule {law.rule}"
     if law.cases in _FILTERED and not backend.traits.takes_filters:
         return "the backend takes no filters (top-k, top-p, min-p)"
+    if missing := set(_PROCESSED.get(law.cases, ())) - set(backend.traits.takes_processors):
+        return f"the backend does not take these processors: {', '.join(sorted(missing))}"
     if law.cases in _DYADIC and not backend.traits.takes_probs:
         return "needs the probability interface (verify_probs), which dyadic laws are stated in"
-    if law.cases == "bad_rows" and not backend.traits.reports_status:
+    if law.cases in ("bad_rows", "forbidden_rows") and not backend.traits.reports_status:
         return "the backend does not claim to report unusable rows"
     return None
 
@@ -291,6 +301,72 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "filters are not applied in place: rows and filters come back as they were",
         filter_check.purity,
         "filtered_batches",
+    ),
+    Law(
+        "masks",
+        "a token forbidden after a node has no mass there, a biased one its biased mass: drafts and bonus",
+        processor_check.processed,
+        "masked",
+    ),
+    Law(
+        "masks-wide",
+        "the same over trees of up to 70 nodes and vocabularies of thousands, no multiples of 32",
+        check.oracle_agreement,
+        "masked_wide",
+    ),
+    Law(
+        "masks-empty",
+        "a visited node that forbids every token is reported as EMPTY for its own request, and only there",
+        check.bad_rows,
+        "forbidden_rows",
+    ),
+    Law(
+        "masks-batch",
+        "a request decides alike alone, padded, permuted, batched, whatever its neighbours' bias and bitmask",
+        check.batch_invariance,
+        "masked_batches",
+    ),
+    Law(
+        "masks-purity",
+        "bias and bitmask are not applied in place: rows, bias and bitmask come back as they were",
+        check.purity,
+        "masked_batches",
+    ),
+    Law(
+        "penalties",
+        "a node has seen the committed text and the path to it, each token as often as it is there",
+        processor_check.processed,
+        "penalised",
+    ),
+    Law(
+        "penalties-wide",
+        "the same over trees of up to 70 nodes and vocabularies of thousands",
+        check.oracle_agreement,
+        "penalised_wide",
+    ),
+    Law(
+        "penalties-batch",
+        "a penalised request decides alike alone, padded, permuted, batched, whatever its neighbours' text",
+        check.batch_invariance,
+        "penalised_batches",
+    ),
+    Law(
+        "penalties-purity",
+        "penalties are not applied in place: rows, committed text and penalties come back as they were",
+        check.purity,
+        "penalised_batches",
+    ),
+    Law(
+        "commit-parity",
+        "a drafted token counts like a committed one: below a node the walk is that of a step from there",
+        processor_check.commit_parity,
+        "penalised",
+    ),
+    Law(
+        "processors-filtered",
+        "temperature, top-k, top-p and min-p come after bias, bitmask and penalties",
+        processor_check.processed,
+        "processed_filtered",
     ),
     Law(
         "most-accepted",

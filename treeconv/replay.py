@@ -58,6 +58,9 @@ def why_not_judged(entry: CorpusEntry, backend: Backend | None) -> str | None:
             return "the case holds probabilities, and the backend takes logits only"
         if getattr(entry.case, "is_filtered", False) and not traits.takes_filters:
             return "the case has filters, and the backend takes none"
+        needed: frozenset[str] = getattr(entry.case, "processor_kinds", frozenset())
+        if missing := needed - set(traits.takes_processors):
+            return f"the case has processors ({', '.join(sorted(missing))}), and the backend takes none"
     return why_not(law, backend)
 
 

@@ -12,11 +12,13 @@ from treeconv.philox import philox4x32
 from treeconv.tree import Coins, RowStatus, as_float_array
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from treeconv.filters import Cuts
 
-__all__ = ["draw_coins", "filtered_probs", "row_status", "target_probs"]
+__all__ = ["draw_coins", "filtered_probs", "processed_logits", "row_status", "target_probs"]
 
 
 def row_status(row: NDArray[np.floating[Any]], *, is_probs: bool = False) -> RowStatus:
@@ -33,6 +35,55 @@ def row_status(row: NDArray[np.floating[Any]], *, is_probs: bool = False) -> Row
     if peak == np.inf:
         return RowStatus.POS_INF
     return RowStatus.EMPTY if peak == (0 if is_probs else -np.inf) else RowStatus.OK
+
+
+def processed_logits(
+    logits: NDArray[np.float32],
+    seen: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: NDArray[np.float32] | None = None,
+    token_bitmask: NDArray[np.int32] | None = None,
+) -> NDArray[np.float32]:
+    """One row of logits after its processors, in float32; see :mod:`treeconv.processors`.
+
+    Args:
+        logits: ``[vocab]`` float32. Not written to.
+
+        seen: the ids that penalties are about, each occurrence once; ids outside the vocabulary count for
+            nobody.
+
+        repetition_penalty: float32 > 0; 1 is off.
+
+        frequency_penalty: float32; 0 is off.
+
+        presence_penalty: float32; 0 is off.
+
+        logit_bias: ``[vocab]`` float32, or None.
+
+        token_bitmask: ``[ceil(vocab / 32)]`` int32, or None; bits at vocab and beyond mean nothing.
+
+    Returns:
+        ``[vocab]`` float32. A forbidden token has -inf, whatever its logit was.
+    """
+    row: NDArray[np.float32] = logits.copy()
+    tokens, counts = np.unique([t for t in seen if 0 <= t < row.size], return_counts=True)
+    tokens = tokens.astype(np.int64)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if repetition_penalty != 1:
+            x, r = row[tokens], np.float32(repetition_penalty)
+            row[tokens] = np.where(x > 0, x / r, x * r)
+        if frequency_penalty != 0:
+            row[tokens] -= np.float32(frequency_penalty) * counts.astype(np.float32)
+        if presence_penalty != 0:
+            row[tokens] -= np.float32(presence_penalty)
+        if logit_bias is not None:
+            row += logit_bias
+    if token_bitmask is not None:
+        words = np.ascontiguousarray(token_bitmask).astype("<i4").view(np.uint8)
+        row[np.unpackbits(words, bitorder="little")[: row.size] == 0] = -np.inf
+    return row
 
 
 def target_probs(logits: Any, temperature: float) -> NDArray[np.float32]:

@@ -104,7 +104,12 @@ def _without(request: Request, gone: Sequence[int]) -> Request | None:
         return None
     draft_probs = None if request.draft_probs is None else request.draft_probs[kept]
     return replace(
-        request, tree=tree, rows=request.rows[kept], accept=request.accept[kept], draft_probs=draft_probs
+        request,
+        tree=tree,
+        rows=request.rows[kept],
+        accept=request.accept[kept],
+        draft_probs=draft_probs,
+        processors=request.processors.at_nodes(kept),
     )
 
 
@@ -137,17 +142,20 @@ def _without_tokens(case: VerifyCase, gone: Sequence[int], kept: Sequence[int]) 
         draft_probs = None if request.draft_probs is None else folded(request.draft_probs)
         names = tuple(place.get(token, 0) for token in request.tree.token_ids)
         tree = DraftTree(request.tree.parents, names)
-        requests.append(replace(request, tree=tree, rows=rows, draft_probs=draft_probs))
+        held = request.processors.at_tokens(kept, case.vocab_size)
+        requests.append(replace(request, tree=tree, rows=rows, draft_probs=draft_probs, processors=held))
     return replace(case, requests=tuple(requests))
 
 
 def _plainer(case: VerifyCase) -> Iterator[VerifyCase]:
-    """Temperature 1, coins of 0.5, rows of zeros or of one token, round logits: whichever is not so yet."""
+    """Temperature 1, coins of 0.5, processors off, rows of zeros or one token, round logits: what is not."""
     for index, request in enumerate(case.requests):
         if request.temperature not in (0.0, 1.0):
             yield _with(case, index, replace(request, temperature=1.0))
         if request.final != 0.5:
             yield _with(case, index, request.with_coins(request.accept, 0.5))
+        for held in request.processors.plainer():
+            yield _with(case, index, replace(request, processors=held))
         for node in range(len(request.tree)):
             if request.accept[node] != 0.5:
                 accept = request.accept.copy()

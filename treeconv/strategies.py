@@ -435,7 +435,8 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
       drawn (dyadic, few outcomes: for verifiers that draw their own coins);
       with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
       filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters; by another rule
-      than target-only: the keys of ``rule_strategies.RULE_CASES``.
+      than target-only: the keys of ``rule_strategies.RULE_CASES``; with processors: those of
+      ``processor_strategies.PROCESSOR_CASES``.
     """
     filtered: dict[str, Any] = {"max_nodes": 5, "min_vocab": 2, "allow_filters": True}
     strategies: dict[str, Any] = {
@@ -465,9 +466,11 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "filtered_wide": lambda: _wide_cases(allow_filters=True),
     }
     if kind not in strategies:
-        from treeconv.rule_strategies import RULE_CASES  # noqa: PLC0415  # which is made of what is here
+        # Which are made of what is here.
+        from treeconv.processor_strategies import PROCESSOR_CASES  # noqa: PLC0415
+        from treeconv.rule_strategies import RULE_CASES  # noqa: PLC0415
 
-        strategies |= RULE_CASES
+        strategies |= RULE_CASES | PROCESSOR_CASES
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")
     strategy: SearchStrategy[VerifyCase] = strategies[kind]()

@@ -312,10 +312,15 @@ class VerifyOutput:
         """
         for request, status in enumerate(self.status.tolist()):
             if status:
-                held = {1: "NaN", 2: "+inf", 3: "no mass (all -inf, or all zero)"}.get(status, "?")
+                held = {
+                    1: "NaN, or a negative probability",
+                    2: "+inf",
+                    3: "no mass (all -inf, or all zero)",
+                }.get(status, "?")
                 raise InvalidArgument(
-                    f"request {request}: a visited target row holds {held}, but must hold finite logits"
-                    " (-inf allowed) with at least one above -inf; nothing was emitted for it"
+                    f"request {request}: a visited target row holds {held}, but must hold finite logits (-inf"
+                    " allowed) with at least one above -inf, or probabilities >= 0 that are not all 0;"
+                    " nothing was emitted for it"
                 )
 
 

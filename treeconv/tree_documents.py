@@ -33,6 +33,11 @@ def parse_trees(raw: bytes | str, where: str) -> tuple[list[DraftTree], list[int
         raise InvalidArgument(f"{where}: no JSON: {error}") from None
     beside: dict[str, Any] = {"prefix_lens": None, "num_draft_tokens": None}
     if isinstance(document, dict):
+        known = {"trees", "parents", "token_ids", *beside}
+        if unknown := sorted(set(document) - known):
+            raise InvalidArgument(
+                f"{where}: unknown key {unknown[0]!r}, but must be one of {', '.join(sorted(known))}"
+            )
         beside |= {key: document.pop(key) for key in beside if key in document}
         items = document.pop("trees") if set(document) == {"trees"} else [document]
     else:

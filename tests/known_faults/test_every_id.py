@@ -29,7 +29,6 @@ X1 X2 X3 X4 X5 X6
 KNOWN = _LIST.split()
 
 STOPS = "needs stop tokens"
-GRAMMAR = "needs processor state (grammar masks, penalties) on nodes"
 
 #: id -> the stage it waits for
 WAITING = {
@@ -37,16 +36,8 @@ WAITING = {
     "B37": "needs a builder over sharded vocabularies",
     "B61": "needs CUDA-graph buffers",
     "B63": "needs CUDA graphs",
-    "B76": GRAMMAR,
-    "B77": GRAMMAR,
-    "B78": GRAMMAR,
-    "B79": GRAMMAR,
-    "B81": GRAMMAR,
-    "B82": GRAMMAR,
-    "B83": GRAMMAR,
     "B84": STOPS,
     "B85": STOPS,
-    "B86": STOPS + "; and grammar",
     "B87": STOPS,
 }
 

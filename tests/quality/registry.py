@@ -17,7 +17,15 @@ from treeconv.laws import BACKEND_LAWS, law_named
 from treeconv.suite import DEFAULT_MAX_EXAMPLES, check_law
 from treeconv.tree_laws import TREE_LAWS, tree_law_named
 
-MODULES = ("faults", "variant_faults", "filter_faults", "rng_faults", "tree_faults", "graph_faults")
+#: Modules of faults. One that has a kind lists plain classes with ``name`` and ``killed_by``.
+MODULES = {
+    "faults": None,
+    "variant_faults": None,
+    "filter_faults": None,
+    "rng_faults": None,
+    "tree_faults": None,
+    "graph_faults": None,
+}
 
 KINDS = {
     "K1": "zero-mass tokens, edges of the distribution, coins at 0 and 1",
@@ -84,7 +92,13 @@ def planting():
 
 
 def all_faults():
-    return [fault for module in MODULES for fault in import_module(module).FAULTS]
+    """Every planted fault, by kind."""
+    faults = [
+        fault if kind is None else Fault(fault.name, kind, fault.killed_by, fault)
+        for module, kind in MODULES.items()
+        for fault in import_module(module).FAULTS
+    ]
+    return sorted(faults, key=lambda fault: list(KINDS).index(fault.kind))
 
 
 @dataclass(frozen=True)

@@ -1,55 +1,102 @@
-"""Contract: every planted fault dies by its named law, in the default number of cases, shrunk to a few nodes.
+"""Contract: every planted fault dies by its named laws in the default number of cases, and is shown well.
 
-And the other way round: a right sampler is never flagged, and every law kills something.
+And every law kills something. The other way round, right samplers are never flagged: test_no_false_alarms.py.
+One seed here; ``ci/fault_table.py`` runs twenty, and its table is held to name the same faults and laws.
 """
 
 import pytest
-from faults import FAULTS, KINDS, Sampler
+from registry import KINDS, LAWS, all_faults, hunt
 
-from treeconv.laws import BACKEND_LAWS, law_named, why_not
-from treeconv.suite import DEFAULT_MAX_EXAMPLES, check_law, failure_text
+from treeconv.corpus import load_entry
+from treeconv.errors import LawBroken
+from treeconv.gpu_laws import GPU_LAWS
+from treeconv.laws import BACKEND_LAWS
+from treeconv.replay import replay_entry
+from treeconv.suite import failure_text
+from treeconv.tree_laws import TREE_LAWS
 
+FAULTS = all_faults()
 ALSO = [
     pytest.param(fault, law, id=f"{fault.name}-by-{law}") for fault in FAULTS for law in fault.killed_by[1:]
 ]
+#: A fault that only some siblings or depths show takes a tree that has them.
+MOST_NODES = 5
+MOST_LINES = 30
+
+
+def parts(text):
+    """The lines of a failure by their labels; those of the picture under the empty one."""
+    found = {"": []}
+    for line in text.splitlines():
+        label, colon, rest = line.strip().partition(":")
+        known = label in (
+            "law broken",
+            "meaning",
+            "backend",
+            "case",
+            "got",
+            "want",
+            "because",
+            "replay",
+            "flaky",
+        )
+        if colon and known:
+            found[label] = rest.strip()
+        else:
+            found[""].append(line.strip())
+    return found
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.name}-by-{fault.killed_by[0]}")
-def test_fault_is_killed(fault, tmp_path):
+def test_fault_is_killed_and_the_failure_says_how(fault, tmp_path):
     law = fault.killed_by[0]
-    outcome = check_law(law_named(law), fault.make(), max_examples=DEFAULT_MAX_EXAMPLES, seed=1)
-    assert outcome.broken, f"{fault.name} survived {outcome.cases} cases of {law}"
-    case = outcome.broken.case
-    assert max(len(request.tree) for request in case.requests) <= 4
-    text = failure_text(outcome.broken, tmp_path)
-    lines = text.splitlines()
-    assert len(lines) <= 30
-    assert lines[0] == f"law broken: {law}"
-    assert lines[-1] == f"  replay:   treeconv replay {next(tmp_path.iterdir())} --backend {fault.name}"
-    assert [line.split(":")[0].strip() for line in lines[1:4]] == ["meaning", "backend", "case"]
-    assert any(line.startswith("  got:") for line in lines)
-    assert any(line.startswith("  want:") for line in lines)
+    hunted = hunt(fault, law)
+    assert hunted.broken, f"{fault.name} survived {hunted.examples} cases of {law}"
+    text = failure_text(hunted.broken, tmp_path)
+    said = parts(text)
+    assert len(text.splitlines()) <= MOST_LINES
+    assert (said["law broken"], said["meaning"]) == (law, LAWS[law].meaning)
+    assert said["got"]
+    assert said["want"]
+    assert said["got"] != said["want"]
+    # What keeps state, or looks at more than its inputs, may decide the same case rightly when asked again.
+    assert "flaky" not in said or fault.kind in ("K5", "K10")
+    if LAWS[law] in GPU_LAWS:  # thousands of trees: a seed replays them, and none is drawn
+        assert f"gpu_law_named({law!r}).run(" in said["replay"]
+        return
+    assert hunted.nodes <= MOST_NODES
+    assert said["case"]
+    assert said[""][0].startswith("node 0: token ")
+    assert len(said[""]) <= 4 * MOST_NODES
+    is_tree_law = LAWS[law] in TREE_LAWS
+    path = next(tmp_path.iterdir())
+    assert said["replay"] == f"treeconv replay {path}" + ("" if is_tree_law else f" --backend {fault.name}")
+    assert is_tree_law or said["backend"] == fault.name
+    if not is_tree_law and LAWS[law].cases.startswith("filtered"):
+        assert any(name in said["case"] for name in ("top_k ", "top_p ", "min_p "))
+    if "flaky" in said:
+        return
+    with fault.planted() as backend, pytest.raises(LawBroken, match=f"law broken: {law}\n"):
+        replay_entry(load_entry(path), backend)
 
 
 @pytest.mark.parametrize(("fault", "law"), ALSO)
 def test_fault_is_also_killed(fault, law):
-    outcome = check_law(law_named(law), fault.make(), max_examples=DEFAULT_MAX_EXAMPLES, seed=1, shrink=False)
-    assert outcome.broken, f"{fault.name} survived {outcome.cases} cases of {law}"
+    hunted = hunt(fault, law, shrink=False)
+    assert hunted.broken, f"{fault.name} survived {hunted.examples} cases of {law}"
 
 
-#: Those about filters are tried in test_filter_faults_are_killed.py: this sampler takes none.
-LAWS = [law for law in BACKEND_LAWS if why_not(law, Sampler()) is None]
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-def test_right_sampler_is_not_flagged(law):
-    outcome = check_law(law, Sampler(), max_examples=100, seed=1)
-    assert not outcome.broken, str(outcome.broken)
-    assert outcome.decisions
-
-
-def test_every_kind_has_a_fault_and_every_law_kills_one():
+def test_every_kind_has_a_fault():
     assert {fault.kind for fault in FAULTS} == set(KINDS)
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 60
+
+
+def test_every_law_kills_one():
+    """Laws about rules have their own list: test_rule_faults_are_killed.py; device laws: test_gpu_laws.py."""
     named = {law for fault in FAULTS for law in fault.killed_by}
-    assert named == {law.name for law in LAWS}
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) > 40
+    ours = {
+        law.name
+        for law in (*TREE_LAWS, *BACKEND_LAWS)
+        if getattr(law, "rule", "target_only") == "target_only"
+    }
+    assert ours - {"most-accepted"} <= named <= set(LAWS)

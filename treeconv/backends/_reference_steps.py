@@ -46,6 +46,7 @@ def target_only_step(
     threshold_acc: float = 1.0,
 ) -> Step:
     """Children in order against the running sum of their masses; thresholds below 1 accept more, lossily."""
+    single = threshold_single if threshold_single < 1 else np.inf
     residual = p.copy()
     acc = np.float32(0)
     last_with_mass = -1
@@ -53,7 +54,7 @@ def target_only_step(
         acc += p[token]
         if p[token] > 0:
             last_with_mass = place
-            if coin * threshold_acc < acc or p[token] >= threshold_single:
+            if coin * threshold_acc < acc or p[token] >= single:
                 return place, -1
         residual[token] = 0
     if not residual.any():

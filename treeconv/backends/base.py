@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.processors import PROCESSORS
 from treeconv.rules import RULES
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from treeconv.filters import Filters
+    from treeconv.processors import ProcessorKind, Processors
     from treeconv.rules import Rule, RuleName
 
 __all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend"]
@@ -47,6 +49,7 @@ class BackendTraits:
 
         takes_filters: both interfaces take ``filters`` (top-k, top-p and min-p).
 
+        takes_processors: which of "bias", "bitmask" and "penalties" ``verify`` takes in ``processors``.
         coins: what its parameter ``coins`` is, and so which laws can be stated. "bucket": :class:`Coins`,
             compared with half-open buckets as DESIGN says; every law. "own": :class:`Coins` that it spends in
             a way of its own (draw-and-match); no law about buckets. Or it draws its coins itself: from
@@ -65,6 +68,7 @@ class BackendTraits:
     rows_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     is_interpreted: bool = False
     takes_filters: bool = False
+    takes_processors: tuple[ProcessorKind, ...] = ()
     coins: CoinUse = "bucket"
     rules: tuple[RuleName, ...] = ("target_only",)
     takes_thresholds: bool = False
@@ -84,6 +88,9 @@ class Backend(Protocol):
     ``coins`` is what ``traits.coins`` says: :class:`Coins`, seeds, or a generator.
     ``rule`` likewise: only where it is not :attr:`~treeconv.rules.Rule.is_plain`, and only where the traits
     claim it. Its draft probabilities of padding are NaN in laws.
+
+    ``processors`` likewise, and only to ``verify``: handed over only where some request may have one on,
+    and only the kinds that the traits claim in ``takes_processors``.
     """
 
     name: str
@@ -98,6 +105,7 @@ class Backend(Protocol):
         depth_cap: int,
         filters: Filters | None = None,
         rule: Rule | None = None,
+        processors: Processors | None = None,
     ) -> VerifyOutput:
         """Verify from ``logits [B, N, V]``."""
 
@@ -118,13 +126,14 @@ class FunctionBackend:
 
     ``f(batch, target_probs, coins, depth_cap)`` takes probabilities, and
     ``f(batch, logits, temperature, coins, depth_cap)`` logits; one that has a further parameter ``filters``
-    is judged on filtered laws too (it gets None where there are none). One with a parameter ``rule`` gets the
-    :class:`~treeconv.rules.Rule` (None for the plain one), and claims what its attribute ``rules`` says: all
-    of them if it has none. A function that draws its coins itself takes ``seeds`` or ``generator`` in the
-    place of ``coins`` (:class:`BackendTraits` says what they are). All return a :class:`VerifyOutput`, or
-    ``(accept_index, accept_token_num, predicts)`` with an optional fourth ``status``. Unusable rows are
-    judged where the function has an attribute ``reports_status`` that is true; attributes ``devices``,
-    ``rows_dtypes`` and ``coins`` are its traits.
+    is judged on filtered laws too (it gets None where there are none), and one of logits that has
+    ``processors`` on those in its attribute ``takes_processors``, or on all. One with a parameter ``rule``
+    gets the :class:`~treeconv.rules.Rule` (None for the plain one), and claims what its attribute ``rules``
+    says: all of them if it has none. A function that draws its coins itself takes ``seeds`` or ``generator``
+    in the place of ``coins`` (:class:`BackendTraits` says what they are). All return a
+    :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
+    ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true;
+    attributes ``devices``, ``rows_dtypes`` and ``coins`` are its traits.
 
     Raises:
         BackendUnavailable: parameters of neither kind.
@@ -150,6 +159,11 @@ class FunctionBackend:
             devices=tuple(getattr(function, "devices", BackendTraits.devices)),
             rows_dtypes=tuple(getattr(function, "rows_dtypes", BackendTraits.rows_dtypes)),
             takes_filters="filters" in parameters,
+            takes_processors=(
+                tuple(getattr(function, "takes_processors", PROCESSORS))
+                if "processors" in parameters and takes_logits
+                else ()
+            ),
             coins=drawn,
             rules=tuple(getattr(function, "rules", RULES)) if "rule" in parameters else RULES[:1],
         )
@@ -165,6 +179,11 @@ class FunctionBackend:
                 f"backend {self.name!r} returned {type(result).__name__}, but must return a VerifyOutput or"
                 " (accept_index, accept_token_num, predicts[, status])"
             )
+        for name, part in zip(
+            ("accept_index", "accept_token_num", "predicts", "status"), result, strict=False
+        ):
+            if not isinstance(part, torch.Tensor):
+                raise InvalidArgument(f"{name} is a {type(part).__name__}, but must be a torch.Tensor")
         accept_index, accept_token_num, predicts, *rest = result
         status = rest[0] if rest else torch.zeros_like(accept_token_num)
         return VerifyOutput(accept_index, accept_token_num, predicts, status)
@@ -178,8 +197,12 @@ class FunctionBackend:
         depth_cap: int,
         filters: Filters | None = None,
         rule: Rule | None = None,
+        processors: Processors | None = None,
     ) -> VerifyOutput:
         """Call the function with logits."""
+        more = self._more(filters, rule)
+        if self.traits.takes_processors:
+            more["processors"] = processors
         return self._output(
             self._function(
                 batch=batch,
@@ -187,7 +210,7 @@ class FunctionBackend:
                 temperature=temperature,
                 **{self._coins: coins},
                 depth_cap=depth_cap,
-                **self._more(filters, rule),
+                **more,
             )
         )
 

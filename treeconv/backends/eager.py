@@ -8,12 +8,16 @@ children need are decided on the host, so on a CUDA device every level waits for
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from treeconv.backends._eager_rules import accept_by_ratio
 from treeconv.backends.base import BackendTraits
+from treeconv.processors import PROCESSORS
+from treeconv.rules import RULES, Rule
 from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.filters import Filters
+    from treeconv.processors import Processors
 
 __all__ = ["EagerBackend"]
 
@@ -34,11 +39,13 @@ class EagerBackend:
     """Torch operations, level by level.
 
     Extra memory: one float32 row per request, and one as given where several walk; a filtered row is
-    sorted besides.
+    sorted besides, and a processed one copied.
     """
 
     name = "eager"
-    traits = BackendTraits(takes_filters=True)
+    traits = BackendTraits(
+        takes_filters=True, takes_processors=PROCESSORS, rules=RULES, takes_thresholds=True
+    )
 
     def verify(
         self,
@@ -48,9 +55,12 @@ class EagerBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
+        processors: Processors | None = None,
     ) -> VerifyOutput:
-        """Softmax each visited row at its request's temperature, filter it, then walk."""
-        return _LazyWalk(batch, logits, temperature.tolist(), coins, depth_cap, filters).run()
+        """Process each visited row, softmax it at its request's temperature, filter it, then walk."""
+        temperatures = temperature.tolist()
+        return _LazyWalk(batch, logits, temperatures, coins, depth_cap, filters, rule, processors).run()
 
     def verify_probs(
         self,
@@ -59,9 +69,10 @@ class EagerBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        rule: Rule | None = None,
     ) -> VerifyOutput:
         """Walk on the probabilities as they are, or filtered."""
-        return _LazyWalk(batch, target_probs, None, coins, depth_cap, filters).run()
+        return _LazyWalk(batch, target_probs, None, coins, depth_cap, filters, rule).run()
 
 
 class _LazyWalk:
@@ -75,8 +86,15 @@ class _LazyWalk:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None,
+        rule: Rule | None,
+        processors: Processors | None = None,
     ) -> None:
+        self._rule = rule or Rule()
         self._rows = rows.detach()
+        self._processors = processors
+        self._seen: list[Counter[int]] = []  # per request, what penalties have seen of its path so far
+        if processors is not None and processors.penalties is not None:
+            self._seen = [Counter(text) for text in processors.penalties.committed_tokens.tolist()]
         self._filters = filters
         self._order = filters.order if filters else "sequential"
         self._is_filtered = (
@@ -98,6 +116,8 @@ class _LazyWalk:
 
     def run(self) -> VerifyOutput:
         walking = list(range(len(self._paths)))
+        while walking and self._rule.name != "target_only":
+            walking = self._step_by_rule(walking)
         while walking:
             greedy = [b for b in walking if self._temperatures is not None and self._temperatures[b] == 0]
             sampled = [b for b in walking if b not in set(greedy)] if greedy else walking
@@ -121,8 +141,12 @@ class _LazyWalk:
         return children
 
     def _gather(self, requests: Sequence[int]) -> torch.Tensor:
-        """The current rows, ``[A, V]`` in their own dtype: a view for one request, else copies."""
+        """The current rows, ``[A, V]``: in their own dtype, a view for one request; if processed float32."""
         nodes = [self._paths[request][-1] for request in requests]
+        rows = self._raw(requests, nodes)
+        return rows if self._processors is None else self._processed(rows, requests, nodes)
+
+    def _raw(self, requests: Sequence[int], nodes: list[int]) -> torch.Tensor:
         rows, slots = self._rows, self._rows.shape[1]
         if len(requests) == 1:
             return rows.select(0, requests[0]).narrow(0, nodes[0], 1)
@@ -131,6 +155,36 @@ class _LazyWalk:
             return rows.flatten(0, 1).index_select(0, torch.tensor(flat, device=rows.device))
         device = rows.device
         return rows[torch.tensor(requests, device=device), torch.tensor(nodes, device=device)]
+
+    def _processed(self, rows: torch.Tensor, requests: Sequence[int], nodes: list[int]) -> torch.Tensor:
+        """Copies of the rows after their requests' penalties, bias and bitmask, in float32."""
+        assert self._processors is not None
+        device = rows.device
+        rows = rows.to(torch.float32, copy=True)
+        which = torch.tensor(requests, device=device)
+        penalties = self._processors.penalties
+        if penalties is not None:
+            lanes, tokens, counts = [], [], []
+            for lane, (request, node) in enumerate(zip(requests, nodes, strict=True)):
+                self._seen[request][self._tokens[request][node]] += 1  # once: a path visits a node once
+                seen = {t: n for t, n in self._seen[request].items() if 0 <= t < self._vocab}
+                lanes += [lane] * len(seen)
+                tokens += list(seen)
+                counts += list(seen.values())
+            place = torch.tensor(lanes, dtype=torch.int64, device=device), torch.tensor(tokens, device=device)
+            of = which[place[0]]
+            repetition = penalties.repetition_penalty[of]
+            x = rows[place]
+            x = torch.where(x > 0, x / repetition, x * repetition)
+            x -= penalties.frequency_penalty[of] * torch.tensor(counts, dtype=torch.float32, device=device)
+            rows[place] = x - penalties.presence_penalty[of]
+        if self._processors.logit_bias is not None:
+            rows += self._processors.logit_bias[which]
+        if self._processors.token_bitmask is not None:
+            words = self._processors.token_bitmask[which, torch.tensor(nodes, device=device)]
+            bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device) & 1
+            rows.masked_fill_(bits.flatten(1)[:, : self._vocab] == 0, -math.inf)
+        return rows
 
     def _drop_unusable(
         self, requests: list[int], peaks: list[float], lows: list[float] | None = None
@@ -293,22 +347,24 @@ class _LazyWalk:
         sums = weights.view(len(requests), -1, _BLOCK).sum(dim=2).cpu().numpy()
         walking, place = [], 0
         for lane, (request, kids) in enumerate(zip(requests, children, strict=True)):
-            coin = self._accept_coins[request][self._paths[request][-1]]
+            coin = self._accept_coins[request][self._paths[request][-1]] * self._rule.threshold_acc
             # Probabilities that no filter touched are compared as they are.
             is_law = self._temperatures is None and not self._is_filtered[request]
             total = 1.0 if is_law else float(sums[lane].sum(dtype=np.float64))
             accepted, last_with_mass, acc = -1, -1, 0.0
+            single = self._rule.threshold_single if self._rule.threshold_single < 1 else math.inf
             for kid, mass in zip(kids, masses[place : place + len(kids)], strict=True):
                 acc = float(np.float32(acc + mass / total))  # float32, as everyone sums
                 if mass > 0:
                     last_with_mass = kid
-                    if coin < acc:
+                    if coin < acc or mass / total >= single:
                         accepted = kid
                         break
             place += len(kids)
             if accepted < 0:
                 rejected = [self._tokens[request][kid] for kid in kids]
-                self._bonus[request] = self._draw_bonus(weights[lane], sums[lane], rejected, request)
+                final = self._final_coins[request]
+                self._bonus[request] = self._draw_bonus(weights[lane], sums[lane], rejected, final)
                 if self._bonus[request] >= 0:
                     continue
                 # The children cover the support (rounding, or a coin of 1): the last one takes the rest.
@@ -317,8 +373,39 @@ class _LazyWalk:
             walking.append(request)
         return walking
 
+    def _step_by_rule(self, requests: list[int]) -> list[int]:
+        """One level by a rule besides target-only. Returns the requests still walking."""
+        requests, weights = self._weights(requests)
+        walking = []
+        for lane, request in enumerate(requests):
+            node, p = self._paths[request][-1], weights[lane]
+            if self._temperatures is not None and self._temperatures[request] == 0:
+                p = torch.zeros_like(p)
+                p[self._rows[request, node].float().argmax()] = 1  # among equals the first
+            elif self._temperatures is not None or self._is_filtered[request]:
+                p = p / _block_sums(p).sum(dtype=np.float64)
+            children = self._children(request)
+            tokens = [self._tokens[request][child] for child in children]
+            place, coin = -1, self._final_coins[request]
+            if self._rule.name == "draw_and_match":
+                coin = self._accept_coins[request][node]
+            elif children:
+                assert self._rule.draft_probs is not None
+                slots = [node] if self._rule.name == "chain" else children
+                coins = [self._accept_coins[request][slot] for slot in slots]
+                place, p = accept_by_ratio(p, self._rule.draft_probs[request, node], tokens, coins)
+            if place < 0:
+                bonus = self._draw_bonus(p, _block_sums(p), [], coin)
+                if self._rule.name != "draw_and_match" or bonus not in tokens:
+                    self._bonus[request] = bonus
+                    continue
+                place = tokens.index(bonus)
+            self._paths[request].append(children[place])
+            walking.append(request)
+        return walking
+
     def _draw_bonus(
-        self, weights: torch.Tensor, sums: NDArray[np.float32], rejected: list[int], request: int
+        self, weights: torch.Tensor, sums: NDArray[np.float32], rejected: list[int], coin: float
     ) -> int:
         """Smallest t with ``cumsum(residual)(t) > coin * sum(residual)``; else the last t of positive mass.
 
@@ -335,7 +422,7 @@ class _LazyWalk:
         ends = sums.cumsum(dtype=np.float64)
         if not ends[-1] > 0:
             return -1
-        target = self._final_coins[request] * ends[-1]
+        target = coin * ends[-1]
         block = _first_above(ends, target, sums)
         masses = residual[places[block]] if block in places else _fetch(blocks, [block])[0]
         inside = masses.cumsum(dtype=np.float64) + (ends[block - 1] if block else 0.0)
@@ -362,6 +449,11 @@ def _fetch(values: torch.Tensor, places: list[int]) -> NDArray[np.float32]:
     if values.device.type == "cpu":
         return values.numpy()[places]
     return values[torch.tensor(places, device=values.device)].cpu().numpy()
+
+
+def _block_sums(law: torch.Tensor) -> NDArray[np.float32]:
+    sums: NDArray[np.float32] = law.view(-1, _BLOCK).sum(dim=1).cpu().numpy()
+    return sums
 
 
 def _first_above(sums: NDArray[np.float64], target: float, masses: NDArray[np.float32]) -> int:

@@ -13,8 +13,9 @@ import numpy as np
 from treeconv.backends._reference_steps import chain_step, match_step, recursive_step, target_only_step
 from treeconv.backends.base import BackendTraits
 from treeconv.filters import Cuts
+from treeconv.processors import PENALTIES, PROCESSORS
 from treeconv.rules import RULES, Rule
-from treeconv.sampling import filtered_probs, row_status, target_probs
+from treeconv.sampling import filtered_probs, processed_logits, row_status, target_probs
 from treeconv.tree import Coins, RowStatus, VerifyInput, VerifyOutput, as_float_array
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.filters import Filters
+    from treeconv.processors import Processors
 
-    # Gives the law at a node of one request, or why there is none.
-    Law = Callable[[int], tuple[RowStatus, NDArray[np.float32]]]
+    # Gives the law at the end of a path of one request, or why there is none.
+    Law = Callable[[list[int]], tuple[RowStatus, NDArray[np.float32]]]
     # Decides at a node by its law, its children and their tokens: (place of a child, -1) or (-1, token).
     Step = Callable[[int, NDArray[np.float32], list[int], list[int]], tuple[int, int]]
 
@@ -49,7 +51,7 @@ def walk_request(
     path = [0]
     while True:
         node = path[-1]
-        status, p = law(node)
+        status, p = law(path)
         if status is not RowStatus.OK:
             return [], -1, status
         children = []
@@ -63,11 +65,37 @@ def walk_request(
         path.append(children[place])
 
 
+def _processed(
+    row: NDArray[np.float32], processors: Processors, request: int, path: list[int], batch: VerifyInput
+) -> NDArray[np.float32]:
+    """The row at the end of a path after its request's processors."""
+    penalties = processors.penalties
+    seen, values = [], {}
+    if penalties is not None:
+        committed = penalties.committed_tokens[request]
+        seen = [*committed[committed >= 0].tolist(), *batch.candidates[request, path].tolist()]
+        values = {name: getattr(penalties, name)[request].item() for name in PENALTIES}
+    bias, mask = processors.logit_bias, processors.token_bitmask
+    return processed_logits(
+        row,
+        seen,
+        **values,
+        logit_bias=None if bias is None else bias[request].numpy(),
+        token_bitmask=None if mask is None else mask[request, path[-1]].numpy(),
+    )
+
+
 class ReferenceBackend:
     """Readable NumPy float32; CPU tensors only."""
 
     name = "reference"
-    traits = BackendTraits(devices=("cpu",), takes_filters=True, rules=RULES, takes_thresholds=True)
+    traits = BackendTraits(
+        devices=("cpu",),
+        takes_filters=True,
+        takes_processors=PROCESSORS,
+        rules=RULES,
+        takes_thresholds=True,
+    )
 
     def verify(
         self,
@@ -78,13 +106,16 @@ class ReferenceBackend:
         depth_cap: int,
         filters: Filters | None = None,
         rule: Rule | None = None,
+        processors: Processors | None = None,
     ) -> VerifyOutput:
-        """Softmax each visited row at its request's temperature, filter it, then walk."""
+        """Process each visited row, softmax it at its request's temperature, filter it, then walk."""
         temperatures = temperature.tolist()
         cuts = filters.cuts() if filters else [Cuts()] * batch.batch_size
 
-        def law(request: int, node: int) -> tuple[RowStatus, NDArray[np.float32]]:
-            row = as_float_array(logits[request, node]).astype(np.float32)
+        def law(request: int, path: list[int]) -> tuple[RowStatus, NDArray[np.float32]]:
+            row = as_float_array(logits[request, path[-1]]).astype(np.float32)
+            if processors is not None:
+                row = _processed(row, processors, request, path, batch)
             status = row_status(row)
             if status is not RowStatus.OK:
                 return status, row
@@ -104,8 +135,8 @@ class ReferenceBackend:
         """Walk on the probabilities as they are, or filtered."""
         cuts = filters.cuts() if filters else [Cuts()] * batch.batch_size
 
-        def law(request: int, node: int) -> tuple[RowStatus, NDArray[np.float32]]:
-            row = as_float_array(target_probs[request, node]).astype(np.float32)
+        def law(request: int, path: list[int]) -> tuple[RowStatus, NDArray[np.float32]]:
+            row = as_float_array(target_probs[request, path[-1]]).astype(np.float32)
             status = row_status(row, is_probs=True)
             return status, filtered_probs(row, cuts[request]) if status is RowStatus.OK else row
 
@@ -114,7 +145,7 @@ class ReferenceBackend:
     def _run(
         self,
         batch: VerifyInput,
-        law: Callable[[int, int], tuple[RowStatus, NDArray[np.float32]]],
+        law: Callable[[int, list[int]], tuple[RowStatus, NDArray[np.float32]]],
         coins: Coins,
         depth_cap: int,
         rule: Rule,

@@ -9,6 +9,8 @@ from treeconv.backends.base import Backend, FunctionBackend
 from treeconv.errors import BackendUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
     from treeconv.rules import RuleName
@@ -22,9 +24,11 @@ BACKENDS = {
     "triton": "treeconv.backends.triton:TritonBackend",
     "sgl": "treeconv.backends.sgl:SglBackend",
     "sgl-raw": "treeconv.backends.sgl:raw_sgl_backend",
+    "hf-chain": "treeconv.backends.hf:HfChain",
+    "hf-filters": "treeconv.backends.hf:HfFilters",
 }
-#: judged only where asked for by name: its faults are known (fuzz/findings.py)
-BY_NAME_ONLY = frozenset({"sgl-raw"})
+#: judged only where asked for by name: their faults are known (fuzz/findings.py, fuzz/peer_findings.py)
+BY_NAME_ONLY = frozenset({"sgl-raw", "hf-chain", "hf-filters"})
 _loaded: dict[str, Backend] = {}
 
 
@@ -48,9 +52,11 @@ def get_backend(name: str | Backend) -> Backend:
         return _loaded[name]
     target = BACKENDS.get(name, name)
     module_name, _, attribute = target.partition(":")
-    if not attribute:
+    if not attribute or module_name.endswith(".py"):
+        module = module_name.removesuffix(".py").replace("/", ".")
         raise BackendUnavailable(
             f"backend={name!r}, but must be one of {', '.join(BACKENDS)}, or module:callable for your own"
+            f" (did you mean {module}:{attribute or 'verify'}?)"
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
@@ -60,11 +66,14 @@ def get_backend(name: str | Backend) -> Backend:
         raise BackendUnavailable(f"backend={name!r}: module {module_name} has no {attribute}") from None
     except Exception as error:  # a stranger's module may raise anything while it is imported
         raise BackendUnavailable(f"backend={name!r} cannot be imported here: {error}") from error
+    made = "is"
     if isinstance(found, type) or (not isinstance(found, Backend) and _is_factory(found)):
-        found = found()
+        made, found = "takes no arguments, so it was called, and returned", found()
     if not isinstance(found, Backend) and not callable(found):
         raise BackendUnavailable(
-            f"backend={name!r} is a {type(found).__name__}, but must be a backend or a function"
+            f"backend={name!r} {made} a {type(found).__name__}, but must be a backend, what makes one, or a"
+            " function of (batch, target_probs, coins, depth_cap) or (batch, logits, temperature, coins,"
+            " depth_cap)"
         )
     _loaded[name] = found if isinstance(found, Backend) else FunctionBackend(found, name)
     return _loaded[name]
@@ -88,7 +97,12 @@ def available_backends() -> dict[str, str | None]:
 
 
 def choose_backend(
-    device: torch.device, *, takes_filters: bool = False, rule: RuleName = "target_only"
+    device: torch.device,
+    *,
+    takes_filters: bool = False,
+    takes_processors: Collection[str] = (),
+    rule: RuleName = "target_only",
+    takes_thresholds: bool = False,
 ) -> Backend:
     """What ``backend="auto"`` means: ``triton`` on a CUDA device where it can be imported, else ``eager``.
 
@@ -97,13 +111,21 @@ def choose_backend(
 
         takes_filters: whether a filter is on: a backend that takes none is passed over.
 
+        takes_processors: the processors that are on, likewise.
+
         rule: likewise, a backend that does not claim it.
+
+        takes_thresholds: likewise, whether an acceptance threshold is below 1.
     """
     if device.type == "cuda":
         try:
             triton = get_backend("triton")
         except BackendUnavailable:
             return get_backend("eager")
-        if rule in triton.traits.rules and (triton.traits.takes_filters or not takes_filters):
+        traits = triton.traits
+        lacks = (takes_filters and not traits.takes_filters) or (
+            takes_thresholds and not traits.takes_thresholds
+        )
+        if rule in traits.rules and set(takes_processors) <= set(traits.takes_processors) and not lacks:
             return triton
     return get_backend("eager")

@@ -121,10 +121,9 @@ def load_sgl_kernels() -> SglKernels:
                 version = f"{package.__name__} {getattr(package, '__version__', 'unknown')}"
             break
     if "tree_speculative_sampling_target_only" not in functions:
-        seen = "; ".join(dict.fromkeys(reasons))
-        raise BackendUnavailable(
-            f"no tree_speculative_sampling_target_only here (ci/fetch_sgl_kernel.sh gets it): {seen}"
-        )
+        missing = all(": No module named" in reason for reason in reasons)
+        seen = "" if missing else ": " + "; ".join(dict.fromkeys(reasons))
+        raise BackendUnavailable(f"sgl_kernel is not installed (ci/fetch_sgl_kernel.sh gets it){seen}")
     return SglKernels(version, functions)
 
 

@@ -219,16 +219,20 @@ class _Sorted:
         self.sure = int(np.searchsorted(-masses, -FLUSH * total))
         own = (2 + 2 * divisions) * ROUNDING
         band = relative + own
-        self._lower, self._upper = masses * (1 - band), masses * (1 + band)
+        # What may stand before and behind a place: not sorted as the masses are where errors differ.
+        self._lower = np.minimum.accumulate(masses * np.maximum(1 - band, 0))
+        self._upper = np.maximum.accumulate((masses * (1 + band))[::-1])[::-1]
         p_range = m_range = (k, k, k)
         if cuts.top_p < 1:
             before = np.cumsum(masses[: k - 1]) / total
-            slack = 2 * float(measured @ relative[: measured.size]) / total + 2 * sum_error(size) + 2 * own
+            share = float(measured @ relative[: measured.size]) / total
+            slack = share * (2 + share) + 2 * sum_error(size) + 2 * own
             slack += _COMPLEMENT + _FLOAT64_SLACK
             p_range = tuple(1 + int(np.searchsorted(before, cuts.top_p + s)) for s in (-slack, 0.0, slack))  # type: ignore[assignment]
         if cuts.min_p > 0:
             least = cuts.min_p * masses[0]
-            slack = float(relative[0]) + own
+            # Whichever mass a sampler takes for the largest.
+            slack = float(relative[self._upper >= self._lower[0]].max()) + own
             # What equals the largest logit is kept by every rounding: equal numbers stay equal.
             tops = int(np.searchsorted(-self.keys, -self.keys[0], side="right"))
             edges = (least * (1 + slack), least, least * (1 - slack) - 2.0**-149)

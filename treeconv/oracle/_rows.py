@@ -300,14 +300,15 @@ class EnclosedRow:
     @cached_property
     def _mass_bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         mass = self._masses
-        error = self._errors + self._scale_error + _FLOAT64_SLACK
+        error = (1 + self._errors) * (1 + self._scale_error) - 1 + _FLOAT64_SLACK
         must_have = self._may_have & ~self._may_flush
         largest = mass
         if self._certain_total < 1:  # alone with what is certain, its share is the largest
             certain = np.maximum(self._certain_total - np.where(must_have, mass, 0.0), 0.0)
             largest = np.where(mass > 0, mass / np.maximum(mass + certain, 2.0**-1022), 0.0)
         upper = largest * (1 + error) + 2.0**-149
-        return np.where(must_have, mass * (1 - error), 0.0), np.where(self._may_have, upper, 0.0)
+        lower = mass * np.maximum(1 - error, 0.0)
+        return np.where(must_have, lower, 0.0), np.where(self._may_have, upper, 0.0)
 
     def accept_bounds(self, tokens: Sequence[int]) -> list[tuple[Number, Number]]:
         """Enclosures of the running sums: of each mass, and one rounding per addition."""
@@ -349,7 +350,7 @@ class EnclosedRow:
                 + sum_error(tokens.size)
                 + self._own_roundings * ROUNDING
             )
-            band += _FLOAT64_SLACK
+            band += weighted * weighted[-1:].sum() + _FLOAT64_SLACK  # second order: errors may be large
             lower = np.maximum(sums - band - flushed, 0.0)
             upper = sums + band + (2.0**-149 if tokens.size else 0) + flushed[-1:].sum()
             self._bonus[key] = Bonus(tokens, sums, ~flush, lambda: (lower, upper))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from treeconv.rules import RuleName
     from treeconv.tree import DraftTree
 
-__all__ = ["Plan", "Test", "draft_law", "plans"]
+__all__ = ["ChildTest", "Plan", "draft_law", "plans"]
 
 _EXACT_ROUNDING = Fraction(2**24 - 1, 2**24)
 _NOMINAL = 1e-5  # a draft law whose sum is this close to 1 may be divided by 1 - q instead of a sum
@@ -37,7 +37,7 @@ _FLOAT64_SLACK = 1e-11
 
 
 @dataclass(frozen=True)
-class Test:
+class ChildTest:
     """``child`` is accepted iff the coin of ``slot`` is below the boundary.
 
     Args:
@@ -69,7 +69,7 @@ class Plan:
         follow: token -> child that a draw of this token leads on to, instead of ending the walk.
     """
 
-    tests: tuple[Test, ...]
+    tests: tuple[ChildTest, ...]
     bonus: Bonus
     slot: int | None = None
     follow: dict[int, int] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class _Law:
         return Bonus(tokens, np.cumsum(best).tolist(), low > 0, bounds)
 
 
-def _test(child: int, slot: int, p: _Law, q: _Law, token: int) -> Test:
+def _test(child: int, slot: int, p: _Law, q: _Law, token: int) -> ChildTest:
     """Accept iff ``coin * q < p``; a q of 0 accepts whatever has mass."""
 
     def ratio(mass: Any, by: Any) -> Any:
@@ -184,7 +184,7 @@ def _test(child: int, slot: int, p: _Law, q: _Law, token: int) -> Test:
         lower = ratio(p.low[token], q.high[token]) * (1 - 2 * ROUNDING)
         upper = ratio(p.high[token], q.low[token]) * (1 + 2 * ROUNDING)
     # Who compares with min(1, p / q) rejects at a coin of exactly 1, where no coin should be.
-    return Test(child, slot, min(lower, 1), best, upper)
+    return ChildTest(child, slot, min(lower, 1), best, upper)
 
 
 def _after_rejection(p: _Law, q: _Law) -> list[_Law]:
@@ -244,7 +244,7 @@ def _in_turn(
     tree: DraftTree,
     children: Sequence[int],
     slots: Sequence[int],
-    tests: tuple[Test, ...],
+    tests: tuple[ChildTest, ...],
 ) -> Iterator[Plan]:
     """Test the first child; what may be left of p once it was rejected goes on to the next one."""
     token = tree.token_ids[children[0]]

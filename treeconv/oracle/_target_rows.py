@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv.oracle._filters import enclosed_alternatives, exact_alternatives, exactly_filtered
+from treeconv.oracle._processors import ProcessedLogits, processed_alternatives
 from treeconv.oracle._rows import EnclosedRow, ExactRow, enclosed_weights, enclosure, unsampled
 from treeconv.oracle._rules import Plan, draft_law, plans
 from treeconv.tree import RowStatus, as_float_array
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from treeconv.filters import Cuts
     from treeconv.oracle._rows import Row
+    from treeconv.processors import RequestProcessors
     from treeconv.rules import RuleName
     from treeconv.tree import DraftTree
 
@@ -66,6 +68,19 @@ class TargetRows:
             return enclosed_alternatives(keys, weights, errors, keys > -np.inf, cuts, is_normalised=True)
 
         return cls(logits, make)
+
+    @classmethod
+    def from_processed(
+        cls,
+        logits: Any,
+        tree: DraftTree,
+        processors: RequestProcessors,
+        temperature: float,
+        cuts: Cuts | None = None,
+    ) -> TargetRows:
+        """Enclosures of ``[n, V]`` logits after one request's processors, which look at a node's path."""
+        rows = ProcessedLogits(logits, tree, processors)
+        return cls(rows, lambda row: processed_alternatives(row[0], row[1], temperature, cuts))
 
     @classmethod
     def from_probs(cls, target_probs: Any, cuts: Cuts | None = None) -> TargetRows:

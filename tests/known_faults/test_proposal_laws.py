@@ -66,7 +66,7 @@ def outcomes(backend, rule, tree, p, q):
 
 
 def first_token(backend, p, q, drafted):
-    """The exact law of the first token: ``drafted`` is what the child follows, ``q`` what is reported of it."""
+    """The exact law of the first token; ``drafted``: what the child follows, ``q``: what is reported."""
     law = [Fraction(0)] * len(p)
     for token, chance in enumerate(drafted):
         if chance:
@@ -179,7 +179,7 @@ def test_b65_a_nan_draft_row_takes_nothing_from_p(rule, backend):
 
 
 def test_b73_small_ratios_are_not_lost(backend):
-    """q/p = 2**-25: exactly log(1 - q/p) = -2.98e-8 of p is left; and p - q loses nothing where both are near.
+    """q/p = 2**-25: log(1 - q/p) = -2.98e-8 of p is left, exactly; p - q loses nothing where both are near.
 
     Float32 cannot hold 1 - 2**-25, in either form: one rounding, which a coin of 24 bits cannot see. Where
     p - q is small the difference is exact: a bonus drawn from it flips exactly where the oracle says.

@@ -1,0 +1,320 @@
+"""Contract: each acceptance rule by hand, on the oracle and the CPU backends; biased pairings are refused."""
+
+import random
+from fractions import Fraction
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+import torch
+
+from treeconv import (
+    Coins,
+    DraftTree,
+    InvalidArgument,
+    Request,
+    VerifyCase,
+    oracle,
+    to_verify_input,
+    verify,
+    verify_probs,
+)
+from treeconv.backends.base import FunctionBackend
+from treeconv.backends.registry import choose_backend, get_backend
+from treeconv.errors import BackendUnavailable, LawBroken
+from treeconv.laws import BACKEND_LAWS, law_named, why_not
+from treeconv.oracle import TargetRows
+from treeconv.rules import RULES, Rule, check_pairing
+
+F = Fraction
+STAR = DraftTree([-1, 0, 0], [9, 0, 1])
+FORK = DraftTree([-1, 0, 0, 1], [9, 2, 0, 1])
+BACKENDS = ("reference", "eager")
+
+
+def random_law(rng, vocab, parts=6):
+    """A law in sixths, some of it zero."""
+    counts = [0] * vocab
+    for _ in range(parts):
+        counts[rng.randrange(vocab)] += 1
+    return [F(count, parts) for count in counts]
+
+
+def by_hand(rule, tree, p, q, accept, final, cap):
+    """Each rule as its paper words it, in Fractions; written without a look at the oracle."""
+
+    def draw(law, coin):
+        target, total = coin * sum(law), F(0)
+        for token, mass in enumerate(law):
+            total += mass
+            if total > target:
+                return token
+        raise AssertionError
+
+    path, text = [0], []
+    while True:
+        node = path[-1]
+        kids = [kid for kid, parent in enumerate(tree.parents) if parent == node] if len(path) < cap else []
+        chosen, law, coin = None, list(p[node]), final
+        if rule == "draw_and_match":
+            coin = accept[node]
+            token = draw(law, coin)
+            chosen = next((kid for kid in kids if tree.token_ids[kid] == token), None)
+        proposal = list(q[node])
+        for kid in kids if rule != "draw_and_match" else []:
+            token = tree.token_ids[kid]
+            chance = 1 if proposal[token] == 0 else min(F(1), law[token] / proposal[token])
+            chance = 0 if law[token] == 0 else chance
+            if accept[node if rule == "chain" else kid] < chance:
+                chosen = kid
+                break
+            left = [max(a - b, F(0)) for a, b in zip(law, proposal, strict=True)]
+            law = [a / sum(left) for a in left] if sum(left) else law
+            rest = [b if other != token else F(0) for other, b in enumerate(proposal)]
+            proposal = [b / sum(rest) for b in rest] if sum(rest) else rest
+        if chosen is None:
+            return tuple(path), (*text, draw(law, coin))
+        path.append(chosen)
+        text.append(tree.token_ids[chosen])
+
+
+@pytest.mark.parametrize("cap", [1, 2, None])
+@pytest.mark.parametrize(
+    ("rule", "tree"),
+    [
+        ("chain", DraftTree.chain([9, 1, 0])),
+        ("recursive", STAR),
+        ("recursive", FORK),
+        ("draw_and_match", FORK),
+        ("draw_and_match", DraftTree([-1], [9])),
+    ],
+)
+def test_the_oracle_walks_as_by_hand(rule, tree, cap):
+    rng = random.Random(f"{rule}{len(tree)}{cap}")
+    cap = cap or tree.depth + 1
+    for _ in range(60):
+        p, q = ([random_law(rng, 3) for _ in range(len(tree))] for _ in range(2))
+        accept = [F(rng.randrange(997), 997) for _ in range(len(tree))]
+        final = F(rng.randrange(997), 997)
+        given = {"rule": rule} if rule == "draw_and_match" else {"rule": rule, "draft_probs": q}
+        got = oracle.walk(tree, p, Coins(accept, final), cap, **given)
+        assert (got.path, got.tokens) == by_hand(rule, tree, p, q, accept, final, cap)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cells_partition_the_coin_space_and_give_their_outcome(seed):
+    rng = random.Random(seed)
+    for rule, tree in (("chain", DraftTree.chain([9, 1, 0])), ("recursive", FORK), ("draw_and_match", FORK)):
+        p, q = ([random_law(rng, 3) for _ in range(len(tree))] for _ in range(2))
+        rows = TargetRows.exact(p).under(rule, None if rule == "draw_and_match" else q)
+        cells = list(oracle.outcome_cells(tree, rows))
+        assert sum(cell.measure for cell in cells) == 1
+        for cell in cells:
+            for weight in (F(0), F(1, 2), F(999, 1000)):
+                accept = [F(1, 2)] * len(tree)
+                for slot, (low, high) in cell.accept.items():
+                    accept[slot] = low + weight * (high - low)
+                final = cell.final[0] + weight * (cell.final[1] - cell.final[0])
+                assert by_hand(rule, tree, p, q, accept, final, tree.depth + 1)[0] == cell.path
+                assert oracle.walk(tree, rows, Coins(accept, final)).bonus == cell.bonus
+
+
+def test_siblings_sampled_without_replacement_keep_the_law_and_fixed_ones_do_not():
+    p, q = [[F(5, 10), F(3, 10), F(2, 10)]] * 3, [[F(6, 10), F(3, 10), F(1, 10)]] * 3
+    law = [F(0)] * 3
+    for first, second in permutations(range(3), 2):
+        chance = q[0][first] * q[0][second] / (1 - q[0][first])
+        rows = TargetRows.exact(p).under("recursive", q)
+        for text, share in oracle.outcome_pmf(DraftTree([-1, 0, 0], [9, first, second]), rows).items():
+            law[text[0]] += chance * share
+    assert law == p[0]
+    fixed = oracle.outcome_pmf(STAR, TargetRows.exact(p).under("recursive", q))
+    assert sum(share for text, share in fixed.items() if text[0] == 0) == F(5, 6)
+
+
+def test_critical_coins_are_named_by_slot():
+    p, q = [[F(1, 2), F(1, 4), F(1, 4)]] * 3, [[F(3, 4), F(1, 8), F(1, 8)]] * 3
+    critical = oracle.critical_coins(STAR, TargetRows.exact(p).under("recursive", q))
+    assert set(critical.accept) == {1, 2}  # the children's own slots
+    ((lower, upper),) = critical.accept[1]
+    assert (upper, lower / upper) == (F(2, 3), F(2**24 - 1, 2**24))  # `coin * .75` may round up to .5
+    chain = oracle.critical_coins(DraftTree.chain([9, 0]), TargetRows.exact(p).under("chain", q))
+    assert set(chain.accept) == {0}
+    match = oracle.critical_coins(STAR, TargetRows.exact(p).under("draw_and_match"))
+    assert match.accept[0] == [(F(1, 2), F(1, 2)), (F(3, 4), F(3, 4))]
+    assert match.final == {}
+
+
+def test_a_power_of_two_leaves_no_band():
+    p, q = [[F(3, 8), F(5, 8)]] * 2, [[F(1, 2), F(1, 2)]] * 2
+    chain = oracle.critical_coins(DraftTree.chain([9, 0]), TargetRows.exact(p).under("chain", q))
+    assert chain.accept[0] == [(F(3, 4), F(3, 4))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("rule", "accept", "final", "tokens"),
+    [
+        ("recursive", [0.0, 0.83, 0.0], 0.4, [0, 0]),  # .5 / .6 = .8333
+        ("recursive", [0.0, 0.84, 0.99], 0.5, [2]),  # relu(p - q) = [0, 0, .1]: 1 has nothing left
+        ("draw_and_match", [0.6, 0.3, 0.9], 0.0, [1, 2]),  # node 0 draws 1, node 2 draws 2
+        ("draw_and_match", [0.85, 0.3, 0.9], 0.0, [2]),
+        ("target_only", [0.6, 0.3, 0.9], 0.0, [1, 0]),
+    ],
+)
+def test_one_decision(rule, accept, final, tokens, backend):
+    rows = torch.tensor([[0.5, 0.3, 0.2]]).expand(1, 3, 3)
+    q = torch.tensor([[0.6, 0.3, 0.1]]).expand(1, 3, 3)
+    more = {"draft_probs": q, "drafting": "sampled"} if rule == "recursive" else {}
+    output = verify_probs(
+        to_verify_input([STAR]), rows, Coins([accept], [final]), backend=backend, rule=rule, **more
+    )
+    assert output.tokens == [tokens]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_greedy_rows_and_filters_go_with_every_rule(backend):
+    """T = 0 is the argmax by every rule; a token that top-k cuts is never accepted, whatever q says."""
+    logits = torch.tensor([[[0.0, 2.0, 1.0]] * 3])
+    q = torch.full((1, 3, 3), 1 / 3)
+    for rule in RULES:
+        more = {"draft_probs": q, "drafting": "sampled"} if rule in ("chain", "recursive") else {}
+        tree = DraftTree.chain([9, 1, 0]) if rule == "chain" else DraftTree([-1, 0, 0], [9, 0, 1])
+        batch = to_verify_input([tree])
+        coins = Coins([[0.99, 0.99, 0.99]], [0.99])
+        greedy = verify(batch, logits, 0.0, coins, backend=backend, rule=rule, **more)
+        assert greedy.tokens == [[1, 1]]
+        one = verify(batch, logits, 5.0, coins, backend=backend, rule=rule, top_k=1, **more)
+        assert one.tokens == [[1, 1]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_unusable_rows_are_reported_by_every_rule(rule, backend):
+    rows = torch.tensor([[[float("nan"), 1.0]] * 2, [[0.5, 0.5]] * 2])
+    more = {"draft_probs": rows[1:].expand(2, 2, 2), "drafting": "sampled"}
+    output = verify_probs(
+        to_verify_input([DraftTree.chain([9, 0])] * 2),
+        rows,
+        backend=backend,
+        rule=rule,
+        **(more if rule in ("chain", "recursive") else {}),
+    )
+    assert output.status.tolist() == [1, 0]
+    assert output.tokens[0] == []
+    assert output.tokens[1]
+
+
+REFUSED = {
+    "an unknown rule": ({"rule": "typical"}, "rule='typical', but must be one of target_only"),
+    "an unknown drafting": ({"drafting": "greedy"}, "drafting='greedy', but must be 'fixed' or 'sampled'"),
+    "no draft law": ({"rule": "recursive", "drafting": "sampled"}, "draft_probs=None, but must be [B, N, V]"),
+    "a fixed draft": ({"rule": "recursive", "draft_probs": 1}, ".8333 instead of .5"),
+    "siblings in a chain": (
+        {"rule": "chain", "draft_probs": 1, "drafting": "sampled"},
+        "request 0, node 1 has a sibling",
+    ),
+    "a draft law that is never read": ({"draft_probs": 1}, "draft_probs was given, but must be None"),
+    "a threshold of 0": ({"threshold_acc": 0.0}, "threshold_acc=0.0, but must be in (0, 1]"),
+    "a threshold above 1": ({"threshold_single": 1.5}, "threshold_single=1.5, but must be in [0, 1]"),
+    "a threshold that is no number": ({"threshold_acc": None}, "threshold_acc=None, but must be"),
+    "a threshold elsewhere": (
+        {"rule": "draw_and_match", "threshold_acc": 0.5},
+        "thresholds are target_only's",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    settings, message = REFUSED[name]
+    if settings.get("draft_probs") == 1:
+        settings = settings | {"draft_probs": torch.full((1, 3, 3), 1 / 3)}
+    with pytest.raises(InvalidArgument) as caught:
+        verify_probs(to_verify_input([STAR]), torch.full((1, 3, 3), 1 / 3), backend="reference", **settings)
+    assert message in str(caught.value)
+
+
+def test_which_drafts_each_rule_is_right_for():
+    for rule, drafting in product(RULES, ("fixed", "sampled")):
+        if rule in ("chain", "recursive") and drafting == "fixed":
+            with pytest.raises(InvalidArgument, match="drafting='fixed'"):
+                check_pairing(rule, drafting)
+        else:
+            check_pairing(rule, drafting)
+
+
+def test_a_backend_is_handed_a_rule_only_where_it_claims_it():
+    def plain(batch, target_probs, coins, depth_cap):
+        return get_backend("reference").verify_probs(batch, target_probs, coins, depth_cap)
+
+    def ruled(batch, target_probs, coins, depth_cap, rule):
+        seen.append(rule)
+        return get_backend("reference").verify_probs(batch, target_probs, coins, depth_cap, rule=rule)
+
+    ruled.rules = ("target_only", "draw_and_match")
+    seen = []
+    batch, rows = to_verify_input([STAR]), torch.full((1, 3, 3), 1 / 3)
+    without, claiming = FunctionBackend(plain, "plain"), FunctionBackend(ruled, "ruled")
+    assert without.traits.rules == ("target_only",)
+    with pytest.raises(BackendUnavailable, match="has no rule 'draw_and_match', but target_only"):
+        verify_probs(batch, rows, backend=without, rule="draw_and_match")
+    verify_probs(batch, rows, backend=claiming)
+    verify_probs(batch, rows, backend=claiming, rule="draw_and_match")
+    assert seen == [None, Rule("draw_and_match")]
+    with pytest.raises(BackendUnavailable, match="no acceptance thresholds below 1"):
+        verify_probs(batch, rows, backend=claiming, threshold_acc=0.5)
+    why = {law.name: why_not(law, claiming) for law in BACKEND_LAWS}
+    assert why["chain-rule"] == "the backend does not claim the rule chain"
+    assert why["match-rule"] is None
+
+
+def test_auto_finds_a_backend_that_has_the_rule():
+    for rule in RULES:
+        assert rule in choose_backend(torch.device("cuda"), rule=rule).traits.rules
+    assert choose_backend(torch.device("cuda"), takes_thresholds=True).traits.takes_thresholds
+
+
+def test_a_forced_pairing_breaks_the_outcome_law_and_says_so():
+    """The law that is about fixed drafts sees the bias; its message names rule, q and both numbers."""
+    rows, q = np.array([[0.5, 0.25, 0.25]] * 3, np.float32), np.array([[0.625, 0.25, 0.125]] * 3, np.float32)
+    request = Request(STAR, rows, 1.0, [0.5] * 3, 0.5, draft_probs=q)
+    case = VerifyCase((request,), kind="probs", rule="recursive")
+    with pytest.raises(LawBroken) as caught:
+        law_named("outcome-law").run(case, get_backend("reference"))
+    text = str(caught.value)
+    assert "rule recursive" in text
+    assert "q = {0: 0.625, 1: 0.25, 2: 0.125}" in text
+    assert "P(text starts with [0]) = 4/5 (0.8)" in text
+    assert "1/2 (0.5)" in text
+
+
+def test_a_case_needs_what_its_rule_reads():
+    rows = np.full((3, 3), 1 / 3, np.float32)
+    bare = Request(STAR, rows, 1.0, [0.5] * 3, 0.5)
+    full = Request(STAR, rows, 1.0, [0.5] * 3, 0.5, draft_probs=rows)
+    assert bare != full
+    for requests, rule, message in (
+        ((bare,), "recursive", r"requests\[0\].draft_probs must be given"),
+        ((full,), "target_only", r"requests\[0\].draft_probs must be None"),
+        ((full,), "chain", "has a node with two children"),
+        ((bare,), "typical", "rule='typical'"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            VerifyCase(requests, kind="probs", rule=rule)
+    with pytest.raises(InvalidArgument, match=r"draft_probs.shape=\(2, 3\), but must be \(3, 3\)"):
+        Request(STAR, rows, 1.0, [0.5] * 3, 0.5, draft_probs=rows[:2])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_threshold_of_0_accepts_the_eldest_child_of_positive_mass(backend):
+    rows = torch.tensor([0.25, 0.25, 0.5]).expand(1, 4, 3)
+    output = verify_probs(
+        to_verify_input([FORK]),
+        rows,
+        Coins([[0.99] * 4], [0.0]),
+        backend=backend,
+        threshold_single=0.0,
+        threshold_acc=1e-9,
+    )
+    assert output.accept_index.tolist() == [[0, 1, 3]]

@@ -1,0 +1,219 @@
+"""Hypothesis strategies for calls with processors: the rare in masks, biases, penalties and texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from treeconv.case import round_rows
+from treeconv.processors import PROCESSORS, RequestProcessors, pack_bitmask
+from treeconv.strategies import cases_for, verify_cases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from hypothesis.strategies import DrawFn, SearchStrategy
+    from numpy.typing import NDArray
+
+    from treeconv.case import VerifyCase
+    from treeconv.processors import ProcessorKind
+    from treeconv.tree import DraftTree
+
+__all__ = ["PROCESSOR_CASES", "processed_cases", "processors_for"]
+
+# Mostly multiples of 1/4, so that most processed logits are exact in float32.
+_BIASES = (1.0, -1.0, 0.5, 2.0, -0.25, 100.0, -100.0, -np.inf, 1e8, -1e8, 0.1)
+_REPETITIONS = (2.0, 0.5, 1.5, 1.25, 1.1)
+_AMOUNTS = (0.5, 1.0, -0.5, 2.0, -2.0, 0.25, 0.1)
+
+
+def _calm(tree: DraftTree, rows: NDArray[np.float32], *, likely_drafts: bool) -> NDArray[np.float32]:
+    """Rows as multiples of 1/4 in [-2, 2], drafts 1 above if so wanted: nothing crowds out the rest.
+
+    So walks go deep, and what was processed wrongly further down shows. Many tie.
+    """
+    calm = (np.round(np.clip(rows, -16, 16) / 2) / 4).astype(np.float32)
+    if likely_drafts:
+        calm[list(tree.parents[1:]), list(tree.token_ids[1:])] += 1
+    return calm
+
+
+def _some_token_is_left(
+    rows: NDArray[np.float32], held: dict[str, Any], allowed: NDArray[np.bool_] | None
+) -> None:
+    """Take back what leaves no token at a node: rows without any are another law's business."""
+    bias = held.get("logit_bias", np.zeros(rows.shape[1], np.float32))
+    usable = (rows > -np.inf) & (bias > -np.inf)
+    if not usable.any(axis=1).all():
+        bias[bias == -np.inf] = -1
+        usable = rows > -np.inf
+    if allowed is not None:
+        for node in np.flatnonzero(~(usable & allowed).any(axis=1)):
+            allowed[node, usable[node].argmax()] = True
+
+
+@st.composite
+def processors_for(
+    draw: DrawFn,
+    tree: DraftTree,
+    rows: NDArray[np.float32],
+    kinds: Sequence[ProcessorKind] = PROCESSORS,
+    *,
+    allow_empty: bool = False,
+) -> RequestProcessors:
+    """The processors of a request with this tree and these logits.
+
+    Drafts' tokens are forbidden, biased and committed most often. Now and then a forbidden token's logit is
+    set to NaN in ``rows``, and a logit is moved so that the penalties make a tie.
+
+    * ``kinds``: those that may be on, the last of them most often.
+    * ``allow_empty``: whether a node may forbid every token.
+
+    Shrinks towards no processors at all.
+    """
+    nodes, vocab = rows.shape
+    subsets = [[], *([kind] for kind in kinds), [kinds[-1]], *[list(kinds)] * 3]
+    on = draw(st.sampled_from(subsets), label="processors")
+    drafted = sorted(set(tree.token_ids))
+    a_token = st.one_of(st.sampled_from(drafted), st.integers(0, vocab - 1))
+    held: dict[str, Any] = {}
+    allowed = None
+    if "penalties" in on:
+        for name, values in (
+            ("frequency_penalty", _AMOUNTS),
+            ("presence_penalty", _AMOUNTS),
+            ("repetition_penalty", _REPETITIONS),
+        ):
+            if draw(st.integers(0, 2), label=f"{name}?"):
+                held[name] = draw(st.sampled_from(values), label=name)
+        outside = st.sampled_from([vocab, 2**31])
+        committed = st.lists(st.one_of(a_token, a_token, a_token, outside), max_size=5)
+        held["committed_tokens"] = draw(committed, label="committed")
+    if "bias" in on:
+        bias = np.zeros(vocab, np.float32)
+        for token, value in draw(
+            st.lists(st.tuples(a_token, st.sampled_from(_BIASES)), min_size=1, max_size=4), label="bias"
+        ):
+            bias[token] = value
+        held["logit_bias"] = bias
+    if "bitmask" in on:
+        allowed = np.ones((nodes, vocab), bool)
+        for node in range(nodes):
+            what = draw(st.sampled_from(["all", "not", "not", "only", "none"][: 5 if allow_empty else 4]))
+            if what == "not":
+                allowed[node, draw(st.lists(a_token, min_size=1, max_size=3))] = False
+            elif what == "only":
+                allowed[node] = False
+                allowed[node, draw(st.lists(a_token, min_size=1, max_size=3))] = True
+            elif what == "none":
+                allowed[node] = False
+    if not allow_empty:
+        _some_token_is_left(rows, held, allowed)
+    if allowed is not None:
+        held["token_bitmask"] = pack_bitmask(allowed, rest=draw(st.booleans(), label="bits behind V"))
+        if draw(st.integers(0, 3), label="NaN where forbidden?") == 3:
+            rows[~allowed] = np.nan
+    if "penalties" in on and vocab > 1 and draw(st.integers(0, 3), label="tie?") == 3:
+        # A seen token one penalty above another: level once the penalties are paid.
+        node = draw(st.integers(0, nodes - 1))
+        seen, other = tree.token_ids[node], draw(st.integers(0, vocab - 1))
+        if seen != other and np.isfinite(rows[node, other]) and not np.isnan(rows[node, seen]):
+            cost = held.get("frequency_penalty", 0.0) + held.get("presence_penalty", 0.0)
+            rows[node, seen] = np.float32(np.round(rows[node, other] * 4) / 4 + cost)
+            rows[node, other] = np.round(rows[node, other] * 4) / 4
+    return RequestProcessors(**held)
+
+
+@st.composite
+def processed_cases(
+    draw: DrawFn,
+    kinds: Sequence[ProcessorKind] = PROCESSORS,
+    *,
+    min_requests: int = 1,
+    max_requests: int = 1,
+    allow_empty: bool = False,
+    allow_filters: bool = False,
+) -> VerifyCase:
+    """Calls of which most requests carry processors.
+
+    * ``kinds``: those that may be on, the last of them most often.
+    * ``allow_empty``: whether a node may forbid every token.
+    * the rest: as :func:`treeconv.strategies.verify_cases` takes it.
+
+    Three in four requests have calm logits, and more than usual are greedy. Shrinks as ``verify_cases`` does,
+    and towards no processors.
+    """
+    calls = verify_cases(
+        min_requests=min_requests,
+        max_requests=max_requests,
+        max_nodes=6,
+        min_vocab=2,
+        allow_filters=allow_filters,
+    )
+    case = draw(calls)
+    requests = []
+    for request in case.requests:
+        rows = request.rows.copy()
+        if draw(st.integers(0, 3), label="calm logits?") < 3:
+            rows = _calm(request.tree, rows, likely_drafts=draw(st.booleans(), label="likely drafts?"))
+        temperature = 0.0 if draw(st.integers(0, 5), label="greedy?") == 5 else request.temperature
+        held = draw(processors_for(request.tree, rows, kinds, allow_empty=allow_empty))
+        rows = round_rows(rows, case.rows_dtype)
+        requests.append(replace(request, rows=rows, temperature=temperature, processors=held))
+    return replace(case, requests=tuple(requests))
+
+
+@st.composite
+def _wide_cases(draw: DrawFn, kinds: Collection[ProcessorKind]) -> VerifyCase:
+    """Wide calls, their processors from one drawn seed: thousands of drawn numbers would be slow."""
+    case = draw(cases_for("wide"))
+    (request,) = case.requests
+    rng = np.random.default_rng(draw(st.integers(0, 2**16), label="processors"))
+    held = _seeded(rng, request.tree, case.vocab_size, kinds)
+    return replace(case, requests=(replace(request, processors=held),))
+
+
+def _seeded(
+    rng: np.random.Generator,
+    tree: DraftTree,
+    vocab_size: int,
+    kinds: Collection[ProcessorKind],
+) -> RequestProcessors:
+    """Processors over a large vocabulary, drafts mostly allowed and often committed."""
+    held: dict[str, Any] = {}
+    if "bias" in kinds:
+        bias = rng.choice(np.array([0, 0, 0, 0.5, -1, 2, -np.inf], np.float32), vocab_size)
+        bias[0] = 0  # some token is left
+        held["logit_bias"] = bias
+    if "bitmask" in kinds:
+        shares = rng.choice([0.02, 0.5, 0.9, 1.0], (len(tree), 1))
+        allowed = rng.random((len(tree), vocab_size)) < shares
+        for node in range(1, len(tree)):  # most drafts are allowed, so that walks go deep
+            allowed[tree.parents[node], tree.token_ids[node]] = rng.random() < 0.8
+        allowed[:, 0] = True
+        held["token_bitmask"] = pack_bitmask(allowed, rest=bool(rng.integers(2)))
+    if "penalties" in kinds:
+        held["repetition_penalty"] = float(rng.choice([1.0, 2.0, 1.25]))
+        held["frequency_penalty"] = float(rng.choice([0.5, 0.0, -0.25, 1.0]))
+        held["presence_penalty"] = float(rng.choice([0.0, 0.5, -0.5]))
+        committed = rng.choice([*tree.token_ids, *rng.integers(0, vocab_size, 8).tolist()], 40)
+        held["committed_tokens"] = committed.tolist()
+    return RequestProcessors(**held)
+
+
+_MASKS: tuple[ProcessorKind, ...] = ("bias", "bitmask")
+
+#: kind of case -> its strategy; part of what ``strategies.cases_for`` knows
+PROCESSOR_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
+    "masked": lambda: processed_cases(_MASKS, max_requests=2),
+    "masked_batches": lambda: processed_cases(_MASKS, min_requests=2, max_requests=4),
+    "masked_wide": lambda: _wide_cases(_MASKS),
+    "forbidden_rows": lambda: processed_cases(_MASKS, max_requests=3, allow_empty=True),
+    "penalised": lambda: processed_cases(max_requests=2),
+    "penalised_batches": lambda: processed_cases(min_requests=2, max_requests=4),
+    "penalised_wide": lambda: _wide_cases(PROCESSORS),
+    "processed_filtered": lambda: processed_cases(allow_filters=True),
+}
