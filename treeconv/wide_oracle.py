@@ -1,8 +1,7 @@
 """Thousands of trees decided at once in float64, on any device, and where float32 may decide otherwise.
 
 The same walk and the same error budget as :mod:`treeconv.oracle` (``_rows.EnclosedRow`` states it, the
-constants are its), as tensor operations: parents and tokens in, no layout, nothing of a backend. Off the
-CPU nothing waits for the device.
+constants are its), as tensor operations: parents and tokens in, no layout, nothing of a backend.
 """
 
 from __future__ import annotations
@@ -225,8 +224,7 @@ def decide(
         depth_cap: accept slots, root included, >= 1.
 
     Returns:
-        Tensors on the rows' device. Off the CPU nothing is read back: every level is computed for every
-        request, those that have stopped included.
+        Tensors on the rows' device, which is waited for twice a level: requests that stopped are left out.
     """
     count, slots, vocab = rows.shape
     device = rows.device
@@ -250,7 +248,9 @@ def decide(
         accepted = _first(is_child & (kids.masses > 0) & (coin < kids.sums))
         doubt = (is_child & (kids.lower <= coin) & (coin < kids.upper)).any(1)
 
-        at = (accepted < 0).nonzero()[:, 0]  # the residual is half the work, and of no use to those that go on
+        at = (accepted < 0).nonzero()[
+            :, 0
+        ]  # the residual is half the work, and of no use to those that go on
         law = WideLaw(**{name: getattr(law, name)[at] for name in law.__dataclass_fields__})
         left = law.residual(is_child[at], names[at])
         # Nothing left: the last child with mass is accepted, also by a coin above the sum.
