@@ -1,9 +1,9 @@
 """The bulk engine: thousands of random trees a launch, judged where they lie; only what differs is looked at.
 
-Every output is compared with the float64 walk of :mod:`treeconv.wide_oracle`, not with another backend's.
-What is equal is right: that walk is one that a correct sampler may take. What differs goes to the exact
-oracle, which knows whether it is inside the ambiguity band; and what the exact oracle refuses is shrunk and
-recorded.
+Every output is compared with the float64 walk of :mod:`treeconv.wide_oracle`, not with another backend's. What
+is equal is right: that walk is one that a correct sampler may take. What differs goes to the exact oracle (of
+each launch the first sixteen, those outside the ambiguity band before those that may lie inside it), and what
+the exact oracle refuses is shrunk and recorded.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def case_of_launch(what: Launch, start: int, device: str) -> VerifyCase:
 def _launches(kind: str, backend: Backend, session: Session, round_number: int) -> list[Launch]:
     """The launches of a round: large ones on a GPU, and of several shapes, dtypes and caps anyway."""
     is_cuda = session.config.device.startswith("cuda")
-    count, number = (32768, 24) if is_cuda else (1024, 8)
+    count, number = (131072, 8) if is_cuda else (1024, 8)
     dtypes = [name for name in ("float32", "bfloat16", "float16") if name in backend.traits.rows_dtypes]
     launches = []
     for place in range(number):
@@ -168,11 +168,12 @@ def bulk_round(kind: str, backend_name: str, session: Session, round_number: int
             call = case_of_launch(what, 0, session.config.device)
             _record(_explained(backend, call, violation), session, backend, what)
             continue
-        differing = done.differing.nonzero()[:, 0].tolist()  # the one wait for the device
+        sure = (done.differing & ~done.decisions.unsure).nonzero()[:_LOOKED_AT, 0].tolist()
+        perhaps = (done.differing & done.decisions.unsure).nonzero()[:_LOOKED_AT, 0].tolist()
         session.recorder.idle()
         session.recorder.add("cases", what.count)
         session.recorder.add("decisions", what.count)
-        for request in differing[:_LOOKED_AT]:
+        for request in [*sure, *perhaps][:_LOOKED_AT]:
             _look_at(request, what, done, session, backend)
     return None
 
