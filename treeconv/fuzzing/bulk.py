@@ -1,9 +1,9 @@
 """The bulk engine: thousands of random trees a launch, judged where they lie; only what differs is looked at.
 
-Every output is compared with the float64 walk of :mod:`treeconv.wide_oracle`, not with another backend's. What
-is equal is right: that walk is one that a correct sampler may take. What differs goes to the exact oracle (of
-each launch the first sixteen, those outside the ambiguity band before those that may lie inside it), and what
-the exact oracle refuses is shrunk and recorded.
+Every output is compared with the float64 walk of :mod:`treeconv.wide_oracle`, not with another backend's.
+What is equal is right: that walk is one that a correct sampler may take. What differs goes to the exact
+oracle (of each launch the first sixteen, those outside the ambiguity band before those that may lie inside
+it), and what the exact oracle refuses is shrunk and recorded.
 """
 
 from __future__ import annotations
