@@ -11,7 +11,6 @@ from treeconv.corpus import load_entry
 from treeconv.errors import LawBroken
 from treeconv.gpu_laws import GPU_LAWS
 from treeconv.laws import BACKEND_LAWS
-from treeconv.processor_strategies import PROCESSOR_CASES
 from treeconv.replay import replay_entry
 from treeconv.suite import failure_text
 from treeconv.tree_laws import TREE_LAWS
