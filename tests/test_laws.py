@@ -322,7 +322,7 @@ def test_a_sampler_of_probabilities_is_handed_the_softmax_and_replays_the_logits
             {"bad_rows", "forbidden_rows"},
         ),
         (BackendTraits(takes_filters=True, takes_processors=PROCESSORS, takes_logits=False), set()),
-        (BackendTraits(), {kind for kind in CASES if "filtered" in kind} | set(PROCESSOR_CASES)),
+        (BackendTraits(), {kind for kind in CASES if kind.startswith("filtered")} | set(PROCESSOR_CASES)),
         (
             BackendTraits(takes_filters=True, takes_processors=("bias", "bitmask")),
             {"penalised", "penalised_wide", "penalised_batches", "processed_filtered"},
