@@ -256,7 +256,7 @@ class DraftInBfloat16(RuleSampler):  # B09, deepseek-ai/DeepSpec#31: drawn in on
 
 
 @fault("chain-rule", "chain-rule-outcome")
-class MatchOrRatio(RuleSampler):  # B10, alibaba/rtp-llm PR#1295
+class MatchOrRatioInAChain(RuleSampler):  # B10, alibaba/rtp-llm PR#1295
     def accepts(self, p, q, token, coin, final):
         return super().accepts(p, q, token, coin, final) or self.draw(p, final) == token
 
@@ -308,7 +308,9 @@ class SoftmaxOfTheDifference(RuleSampler):  # B24, transformers PR#28508
 
 
 @fault("chain-rule", "chain-rule-outcome", "recursive-rule")
-class RejectingCoinDrawsTheBonus(RuleSampler):  # B31, vllm PR#54282: the noise that rejected also recovers
+class RejectingCoinDrawsFromTheResidual(
+    RuleSampler
+):  # B31, vllm PR#54282: the noise that rejected also recovers
     def bonus_coin(self, coins, final):
         return coins[-1]
 
@@ -431,7 +433,7 @@ class SumsInPlace(RuleSampler):
 
 
 @fault("most-accepted", "accepted-length")
-class FirstChildOnly(RuleSampler):
+class FirstSiblingOnly(RuleSampler):
     """Exact, and accepts too little: only the eldest child is ever tested."""
 
     def target_only(self, p, drafted, coin, final):
