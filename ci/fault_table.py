@@ -104,7 +104,7 @@ def save(results: dict[str, dict[str, dict[str, object]]]) -> None:
 def render() -> str:
     """The table, from the stored results alone."""
     stored = json.loads(RESULTS.read_text())
-    results = stored["faults"]
+    results = load()
     planted = all_faults()
     faults = [fault for fault in planted if len(set(results.get(fault.name, ())) - {SHRUNK}) >= SEEDS]
     rows, worst = [], []

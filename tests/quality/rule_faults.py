@@ -277,13 +277,13 @@ class DraftVocabularyNotRemapped(RuleSampler):  # B12, rtp-llm PR#1311
         return np.roll(super().draft_law(request, node), 1)
 
 
-@fault("recursive-rule", "recursive-rule-outcome")
+@fault("recursive-rule-outcome", "recursive-rule")
 class UnconditionalSiblings(RuleSampler):  # B14, SafeAILab/EAGLE#74
     def left_of_q(self, q, token):
         return q
 
 
-@fault("recursive-rule", "recursive-rule-outcome")
+@fault("recursive-rule-outcome", "recursive-rule")
 class SiblingsKeepTheirMass(RuleSampler):
     """The rejected token leaves q, but what is left is not renormalised."""
 
@@ -308,9 +308,7 @@ class SoftmaxOfTheDifference(RuleSampler):  # B24, transformers PR#28508
 
 
 @fault("chain-rule", "chain-rule-outcome", "recursive-rule")
-class RejectingCoinDrawsFromTheResidual(
-    RuleSampler
-):  # B31, vllm PR#54282: the noise that rejected also recovers
+class RejectingCoinDrawsFromTheResidual(RuleSampler):  # B31, vllm PR#54282: its noise recovers
     def bonus_coin(self, coins, final):
         return coins[-1]
 

@@ -21,7 +21,7 @@ def hunts():
 
 
 def test_the_measurements_are_of_faults_that_there_are_under_the_laws_that_they_name():
-    """After a new fault: ``python ci/fault_table.py`` measures it; until then it is listed as not measured."""
+    """After a new fault: ``python ci/fault_table.py`` measures it; until then it is listed as missing."""
     laws = {fault.name: fault.killed_by[0] for fault in all_faults()}
     measured = {name: {result["law"] for result in results.values()} for name, results in hunts().items()}
     assert measured == {name: {laws[name]} for name in measured}
