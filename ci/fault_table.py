@@ -71,11 +71,11 @@ def load() -> dict[str, dict[str, dict[str, object]]]:
     """Results so far, of faults that still exist under the law that they still name."""
     stored = json.loads(RESULTS.read_text())["faults"] if RESULTS.exists() else {}
     laws = {fault.name: fault.killed_by[0] for fault in all_faults()}
-    return {
-        name: {seed: result for seed, result in seeds.items() if result["law"] == laws[name]}
+    kept = {
+        name: {seed: result for seed, result in seeds.items() if result["law"] == laws.get(name)}
         for name, seeds in stored.items()
-        if name in laws
     }
+    return {name: seeds for name, seeds in kept.items() if seeds}
 
 
 def order(seed: str) -> int:
