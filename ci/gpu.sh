@@ -18,4 +18,5 @@ fi
 export PYTHONUNBUFFERED=1
 
 "$python" -m treeconv doctor
+# Bulk campaign alone: "$python" -m treeconv fuzz --campaign bulk --device cuda --backend triton --seconds 20
 exec "$python" ci/gpu_evidence.py "$@"

@@ -15,8 +15,8 @@ if __name__ == "__main__":
     device = sys.argv[2]
     for name in sys.argv[3:]:
         for kind in BULK_SUBJECTS:
-            count = 32768 if device.startswith("cuda") else 2048
-            trees, unsure = rate(load_backend(name, device), device, kind, 5.0, count)
+            count = 131072 if device.startswith("cuda") else 2048
+            trees, unsure = rate(load_backend(name, device), device, kind, 3.0, count)
             print(  # noqa: T201
                 f"{name} on {device}, {kind}: {trees:,.0f} judged trees a second (V 64, N 16, {count} a"
                 f" launch), {unsure:.1%} may be decided otherwise in float32"

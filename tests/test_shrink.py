@@ -86,3 +86,28 @@ def test_it_stops_when_told():
     run = breaks_if(lambda _: True)
     shrink(LawBroken("b", law="x", case=case()), run, should_stop=lambda: run.asked >= 3)
     assert run.asked == 3
+
+
+def test_large_trees_go_in_halves():
+    size = 64
+    tree = DraftTree((-1, *[0] * (size - 1)), tuple(range(size)))
+    request = Request(tree, np.zeros((size, size), np.float32), 1.0, np.zeros(size, np.float32), 0.5)
+    run = breaks_if(lambda subject: 40 in subject.requests[0].tree.token_ids)
+    least = shrink(LawBroken("b", law="x", case=VerifyCase((request,))), run).case
+    assert least.requests[0].tree == DraftTree((-1, 0), (0, 40))
+    assert run.asked < 60
+
+
+def test_a_boundary_stays_when_what_came_before_it_goes():
+    """A coin on the third child's boundary: its elders go, and their mass is handed on."""
+    row = np.array([0.25, 0.125, 0.125, 0.5], np.float32)
+    tree = DraftTree((-1, 0, 0, 0), (0, 0, 1, 2))
+    request = Request(tree, np.tile(row, (4, 1)), 1.0, np.full(4, 0.5, np.float32), 0.5)
+
+    def condition(subject):
+        (asked,) = subject.requests
+        sums = np.cumsum([asked.rows[0, asked.tree.token_ids[kid]] for kid in asked.tree.children[0]])
+        return bool((sums == asked.accept[0]).any())
+
+    (least,) = shrunk(VerifyCase((request,), kind="probs"), condition, values=True).requests
+    assert len(least.tree) == 2

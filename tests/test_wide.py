@@ -255,7 +255,7 @@ KILLED = [
 
 
 def planted(name):
-    return next(fault for fault in FAULTS if fault.name == name).make()
+    return next(fault for fault in FAULTS if fault.name == name).made()
 
 
 @pytest.mark.parametrize("name", KILLED)

@@ -60,16 +60,40 @@ def _smaller(case: VerifyCase, *, values: bool) -> Iterator[VerifyCase]:
         yield replace(case, num_draft_tokens=None)
     yield from _fewer_requests(case)
     for index, request in enumerate(requests):
-        nodes = range(len(request.tree))
-        for node in nodes[1:]:
-            subtree = [other for other in nodes if node in request.tree.path(other)]
-            for gone in (subtree, [node]):
-                less = _without(request, gone)
-                if less:
-                    yield _with(case, index, less)
+        for gone in _parts(request.tree):
+            less = _without(request, gone)
+            if less:
+                yield _with(case, index, less)
+                if values and case.kind == "probs" and len(gone) == 1:
+                    yield from (_with(case, index, other) for other in _handed_on(request, gone[0], less))
     if values:
         yield from _fewer_tokens(case)
         yield from _plainer(case)
+
+
+def _parts(tree: DraftTree) -> Iterator[list[int]]:
+    """Nodes that may go: long runs of a large tree first, then each with its subtree, then each alone."""
+    nodes = range(len(tree))
+    run = len(tree) // 2
+    while run > 1:
+        yield from (list(nodes[start : start + run]) for start in range(1, len(tree), run))
+        run //= 2
+    for node in nodes[1:]:
+        yield [other for other in nodes if node in tree.path(other)]
+        yield [node]
+
+
+def _handed_on(request: Request, node: int, less: Request) -> Iterator[Request]:
+    """``less``, which is without a node, its mass handed to a sibling: the boundaries of later ones stay."""
+    parent, token = request.tree.parents[node], request.tree.token_ids[node]
+    for sibling in request.tree.children[parent]:
+        if sibling == node:
+            continue
+        rows = less.rows.copy()
+        row = rows[parent]  # a parent comes before its child, so its place stays
+        row[request.tree.token_ids[sibling]] += row[token]
+        row[token] = 0
+        yield replace(less, rows=rows)
 
 
 def _fewer_requests(case: VerifyCase) -> Iterator[VerifyCase]:

@@ -80,13 +80,14 @@ class WideCalls:
 
     def case(self, requests: Sequence[int]) -> VerifyCase:
         """Some of the requests as a case for the exact oracle."""
-        parents, tokens = self.parents.tolist(), self.batch.candidates.tolist()
         made = []
         for request in requests:
-            size = sum(parent != _PADDING for parent in parents[request])
+            parents = [parent for parent in self.parents[request].tolist() if parent != _PADDING]
+            size = len(parents)
+            tokens = self.batch.candidates[request, :size].tolist()
             made.append(
                 Request(
-                    DraftTree(tuple(parents[request][:size]), tuple(tokens[request][:size])),
+                    DraftTree(tuple(parents), tuple(tokens)),
                     self.rows[request, :size].float().cpu().numpy(),
                     float(self.temperature[request]) if self.kind == "logits" else 1.0,
                     self.coins.accept[request, :size].cpu().numpy(),

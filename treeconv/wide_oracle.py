@@ -1,8 +1,7 @@
 """Thousands of trees decided at once in float64, on any device, and where float32 may decide otherwise.
 
 The same walk and the same error budget as :mod:`treeconv.oracle` (``_rows.EnclosedRow`` states it, the
-constants are its), as tensor operations: parents and tokens in, no layout, nothing of a backend. Off the
-CPU nothing waits for the device.
+constants are its), as tensor operations: parents and tokens in, no layout, nothing of a backend.
 """
 
 from __future__ import annotations
@@ -225,8 +224,7 @@ def decide(
         depth_cap: accept slots, root included, >= 1.
 
     Returns:
-        Tensors on the rows' device. Off the CPU nothing is read back: every level is computed for every
-        request, those that have stopped included.
+        Tensors on the rows' device, which is waited for twice a level: requests that stopped are left out.
     """
     count, slots, vocab = rows.shape
     device = rows.device
@@ -234,37 +232,33 @@ def decide(
     emitted = torch.full((count, depth_cap), -1, dtype=torch.int64, device=device)
     status = torch.zeros(count, dtype=torch.int64, device=device)
     unsure = torch.zeros(count, dtype=torch.bool, device=device)
-    lanes = torch.arange(count, device=device)
+    lanes = torch.arange(count, device=device)  # the requests still walking, and where each is
     node = torch.zeros_like(lanes)
-    walking = torch.ones_like(unsure)
     place = torch.arange(vocab, device=device)
     order = torch.arange(slots, device=device)
-    every = lanes
     for level in range(depth_cap):
         law = law_of_rows(rows[lanes, node], None if temperature is None else temperature[lanes])
-        status[lanes] = torch.where(walking, law.status, status[lanes])
-        walking = walking & (law.status == 0)
-        nodes[lanes, level] = torch.where(walking, node, -1)
+        status[lanes] = law.status
+        usable = law.status == 0
+        nodes[lanes, level] = node
         names = tokens[lanes]
         is_child = (parents[lanes] == node[:, None]) & (level + 1 < depth_cap)
         kids = law.children(is_child, names)
         coin = accept[lanes, node].double()[:, None]
         accepted = _first(is_child & (kids.masses > 0) & (coin < kids.sums))
         doubt = (is_child & (kids.lower <= coin) & (coin < kids.upper)).any(1)
-        if device.type == "cpu":  # the residual is half the work, and of no use to those that go on
-            at = (accepted < 0).nonzero()[:, 0]
-            law = WideLaw(**{name: getattr(law, name)[at] for name in law.__dataclass_fields__})
-        else:
-            at = every
+
+        at = (accepted < 0).nonzero()[
+            :, 0
+        ]  # the residual is half the work, and of no use to those that go on
+        law = WideLaw(**{name: getattr(law, name)[at] for name in law.__dataclass_fields__})
         left = law.residual(is_child[at], names[at])
         # Nothing left: the last child with mass is accepted, also by a coin above the sum.
-        with_mass = is_child[at] & (kids.masses[at] > 0)
-        last = torch.where(with_mass, order, -1).amax(1)
-        rejects = accepted[at] < 0
-        doubt[at] |= rejects & left.may_be_empty & is_child[at].any(1)
-        accepted[at] = torch.where(rejects & (left.sums[:, -1] <= 0), last, accepted[at])
+        last = torch.where(is_child[at] & (kids.masses[at] > 0), order, -1).amax(1)
+        doubt[at] |= left.may_be_empty & is_child[at].any(1)
+        accepted[at] = torch.where(left.sums[:, -1] <= 0, last, -1)
 
-        stops = walking[at] & (accepted[at] < 0)
+        stops = accepted[at] < 0
         toss = final[lanes[at]].double()[:, None]
         target = toss * left.sums[:, -1:]
         drawn = _first(left.sums > target)
@@ -272,18 +266,15 @@ def decide(
         drawn = torch.where(drawn < 0, highest, drawn)
         nearest = (left.sums - target).abs_().amin(1)
         doubt[at] |= stops & (nearest < left.width[:, 0] * left.sums[:, -1])
-        unsure[lanes] |= walking & doubt
+        unsure[lanes] |= usable & doubt
         going = accepted.clamp(min=0)
         says = names.gather(1, going[:, None])[:, 0]
         says[at] = torch.where(stops, drawn, says[at])
-        emitted[lanes, level] = torch.where(walking, says, -1)
-        walking = walking & (accepted >= 0)
-        node = torch.where(walking, going, node)
-        if device.type == "cpu":
-            lanes, node = lanes[walking], node[walking]
-            if not len(lanes):
-                break
-            walking = torch.ones_like(lanes, dtype=torch.bool)
+        emitted[lanes, level] = says
+        on = (usable & (accepted >= 0)).nonzero()[:, 0]
+        lanes, node = lanes[on], going[on]
+        if not len(lanes):
+            break
     bad = (status != 0)[:, None]
     return WideDecisions(nodes.masked_fill(bad, -1), emitted.masked_fill(bad, -1), status, unsure)
 

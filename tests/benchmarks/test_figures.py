@@ -20,7 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treeconv import Coins, DraftTree, build_draft_tree, oracle, to_draft_trees, to_verify_input, verify
+from treeconv.backends.registry import get_backend
 from treeconv.filters import Cuts
+from treeconv.fuzzing.bulk import Launch, launch
 
 V = 163840  # Kimi K2's vocabulary
 NODES = 64
@@ -173,3 +175,23 @@ def test_eager_takes_no_more_memory_for_a_larger_tree():
         changes = torch_memory(lambda: verify(batch, logits, T, middle_coins(nodes), backend="eager"))  # noqa: B023
         peaks.append(np.cumsum(changes).max() // 2**18)
     assert peaks == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_bulk_engine_judges_20_000_trees_a_second_on_two_cores(benchmark, timed, kind):
+    """V = 64, N = 16, `eager`, one thread; by CPU time, since a campaign runs one worker a core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        backend = get_backend("eager")
+        done = benchmark.pedantic(launch, (Launch(5, 2048, kind), backend, "cpu"), rounds=3, warmup_rounds=1)
+        assert not bool((done.differing & ~done.decisions.unsure).any())
+        if timed:
+            started = time.process_time()
+            for seed in range(5):
+                launch(Launch(seed, 2048, kind), backend, "cpu")
+            a_core = 5 * 2048 / (time.process_time() - started)
+            print(f"\nbulk engine, {kind}: {a_core:,.0f} trees judged a second of one core, eager included")  # noqa: T201
+            assert 2 * a_core >= 20_000
+    finally:
+        torch.set_num_threads(threads)

@@ -2,8 +2,8 @@
 
 Every output is compared with the float64 walk of :mod:`treeconv.wide_oracle`, not with another backend's.
 What is equal is right: that walk is one that a correct sampler may take. What differs goes to the exact
-oracle, which knows whether it is inside the ambiguity band; and what the exact oracle refuses is shrunk and
-recorded.
+oracle (of each launch the first sixteen, those outside the ambiguity band before those that may lie inside
+it), and what the exact oracle refuses is shrunk and recorded.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _tensors(call: WideCalls) -> CaseTensors:
 
 
 def launch(what: Launch, backend: Backend, device: str, session: Session | None = None) -> Launched:
-    """Make the trees, ask the backend, decide in float64, compare: on the device, without waiting for it.
+    """Make the trees, ask the backend, decide in float64, compare; all of it on the device.
 
     Raises:
         Violation: the backend raised, or returned something of another shape.
@@ -131,7 +131,7 @@ def case_of_launch(what: Launch, start: int, device: str) -> VerifyCase:
 def _launches(kind: str, backend: Backend, session: Session, round_number: int) -> list[Launch]:
     """The launches of a round: large ones on a GPU, and of several shapes, dtypes and caps anyway."""
     is_cuda = session.config.device.startswith("cuda")
-    count, number = (32768, 24) if is_cuda else (1024, 8)
+    count, number = (131072, 8) if is_cuda else (1024, 8)
     dtypes = [name for name in ("float32", "bfloat16", "float16") if name in backend.traits.rows_dtypes]
     launches = []
     for place in range(number):
@@ -168,11 +168,12 @@ def bulk_round(kind: str, backend_name: str, session: Session, round_number: int
             call = case_of_launch(what, 0, session.config.device)
             _record(_explained(backend, call, violation), session, backend, what)
             continue
-        differing = done.differing.nonzero()[:, 0].tolist()  # the one wait for the device
+        sure = (done.differing & ~done.decisions.unsure).nonzero()[:_LOOKED_AT, 0].tolist()
+        perhaps = (done.differing & done.decisions.unsure).nonzero()[:_LOOKED_AT, 0].tolist()
         session.recorder.idle()
         session.recorder.add("cases", what.count)
         session.recorder.add("decisions", what.count)
-        for request in differing[:_LOOKED_AT]:
+        for request in [*sure, *perhaps][:_LOOKED_AT]:
             _look_at(request, what, done, session, backend)
     return None
 
@@ -214,6 +215,9 @@ def _look_at(request: int, what: Launch, done: Launched, session: Session, backe
         return
     place = request % what.call_size
     broken = _explained(backend, case, Violation(0, observed, *wrong))
+    if session.store.has(signature_of(broken)):
+        session.claim("bulk", broken)
+        return
     if place:  # perhaps only there: alone is tried first, then with all that came before it
         start = request - place
         together = done.calls.case(range(start, request + 1))

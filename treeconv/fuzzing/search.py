@@ -232,6 +232,7 @@ def shrink_stored(digest: str, session: Session) -> str | None:
     law = law_of(entry)
     backend = session.backend(found.backend) if found.backend else None
     signature = Signature(found.law, found.backend, found.kind)
+    session.found.append(digest)
 
     def run(case: Any) -> None:
         session.begin_case((found.campaign, found.law, found.backend, case))
