@@ -72,6 +72,7 @@ CASES = {
         for ending, case in (
             ("_rule", DYADIC),
             ("_rule_logits", BATCH),
+            ("_filtered", FILTERED if name != "chain" else DYADIC),
             ("_drafts", DYADIC),
             ("_fixed", DYADIC),
         )

@@ -72,7 +72,7 @@ def test_an_outcome_without_probability_fails_at_once():
     assert multinomial_p_value([999, 1], [1.0, 0.0]) == 0
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("discrepancy", [0.3, 0.05])
 @pytest.mark.parametrize("rates", [(0.05, 0.01), (1e-9, 1e-6)])
 def test_so_many_samples_see_the_discrepancy(p, discrepancy, rates):

@@ -86,6 +86,7 @@ _DYADIC = (
     "filtered_roots",
     "filtered_small",
     "chain_rule",
+    "chain_filtered",
     "chain_drafts",
     "chain_fixed",
     "recursive_rule",
@@ -389,6 +390,13 @@ BACKEND_LAWS: tuple[Law, ...] = (
         rule="chain",
     ),
     Law(
+        "chain-rule-filters",
+        "the same with top-k, top-p and min-p: children are tested, and the bonus drawn, by the law left",
+        rule_check.decisions,
+        "chain_filtered",
+        rule="chain",
+    ),
+    Law(
         "chain-rule-purity",
         "target rows, draft laws and coins are not written to, and a call decides alike again",
         rule_check.purity,
@@ -431,6 +439,13 @@ BACKEND_LAWS: tuple[Law, ...] = (
         rule="recursive",
     ),
     Law(
+        "recursive-rule-filters",
+        "the same with top-k, top-p and min-p: children are tested, and the bonus drawn, by the law left",
+        rule_check.decisions,
+        "recursive_filtered",
+        rule="recursive",
+    ),
+    Law(
         "recursive-rule-purity",
         "target rows, draft laws and coins are not written to, and a call decides alike again",
         rule_check.purity,
@@ -463,6 +478,13 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "from logits, the same within the ambiguity band of float32",
         rule_check.decisions,
         "match_rule_logits",
+        rule="draw_and_match",
+    ),
+    Law(
+        "match-rule-filters",
+        "the same with top-k, top-p and min-p: children are tested, and the bonus drawn, by the law left",
+        rule_check.decisions,
+        "match_filtered",
         rule="draw_and_match",
     ),
     Law(

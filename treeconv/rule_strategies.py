@@ -58,16 +58,21 @@ def draft_laws(
 
 
 @st.composite
-def rule_cases(draw: DrawFn, rule: RuleName, *, kind: str = "probs") -> VerifyCase:
+def rule_cases(
+    draw: DrawFn, rule: RuleName, *, kind: str = "probs", allow_filters: bool = False
+) -> VerifyCase:
     """Batches verified by a rule, ragged and padded; the drafted tokens need not be likely ones.
 
     * ``rule``: any; ``chain`` gets chains.
     * ``kind``: "probs" (dyadic laws, p and q) or "logits".
+    * ``allow_filters``: whether most requests carry top-k, top-p or min-p; q is what it is without them.
 
     Shrinks as :func:`treeconv.strategies.verify_cases` does, q towards all mass on token 0.
     """
     shapes: dict[str, Any] = {"shapes": ["chain"]} if rule == "chain" else {}
-    case = draw(verify_cases(kind=kind, max_requests=2, max_nodes=5, min_vocab=2, max_vocab=7, **shapes))
+    many, nodes, vocab = (1, 4, 6) if allow_filters else (2, 5, 7)
+    sizes: dict[str, Any] = {"max_requests": many, "max_nodes": nodes, "min_vocab": 2, "max_vocab": vocab}
+    case = draw(verify_cases(kind=kind, allow_filters=allow_filters, **sizes, **shapes))
     requests = case.requests
     if rule in RATIO_RULES:
         requests = tuple(
@@ -141,13 +146,16 @@ def _match_cases() -> SearchStrategy[VerifyCase]:
 RULE_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "chain_rule": lambda: rule_cases("chain"),
     "chain_rule_logits": lambda: rule_cases("chain", kind="logits"),
+    "chain_filtered": lambda: rule_cases("chain", allow_filters=True),
     "chain_drafts": lambda: sampled_draft_cases("chain"),
     "chain_fixed": lambda: fixed_draft_cases("chain"),
     "recursive_rule": lambda: rule_cases("recursive"),
     "recursive_rule_logits": lambda: rule_cases("recursive", kind="logits"),
+    "recursive_filtered": lambda: rule_cases("recursive", kind="logits", allow_filters=True),
     "recursive_drafts": lambda: sampled_draft_cases("recursive"),
     "recursive_fixed": lambda: fixed_draft_cases("recursive"),
     "match_rule": lambda: rule_cases("draw_and_match"),
     "match_rule_logits": lambda: rule_cases("draw_and_match", kind="logits"),
+    "match_filtered": lambda: rule_cases("draw_and_match", kind="logits", allow_filters=True),
     "match_drafts": _match_cases,
 }

@@ -368,7 +368,7 @@ def verify_cases(
         if kind == "logits":
             rows = draw(target_logits(len(tree), vocab, dtype=dtype))
             # The usual ones again, so that a batch often holds greedy beside sampled requests.
-            usual, small = st.sampled_from([1.0, 0.0, 2.0]), st.sampled_from([0.01, *_SMALL, *_TINY])
+            usual, small = st.sampled_from([1.0, 0.0, 2.0]), st.sampled_from([0.01, *_SMALL, *_TINY, *_TINY])
             temperature = float(np.float32(draw(st.one_of(usual, temperatures(), small))))
             # Logits a few temperatures apart: else every small temperature is as good as greedy.
             if _LEAST_SCALED <= temperature <= 0.1 and draw(st.integers(0, 2), label="scale?"):

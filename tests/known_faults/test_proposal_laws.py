@@ -7,6 +7,7 @@ out of a right sampler, to the digit of the report, and the right one once q is 
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 from math import log
 
 import numpy as np
@@ -18,6 +19,7 @@ from treeconv import Coins, DraftTree, InvalidArgument, oracle, to_verify_input,
 from treeconv.backends.registry import get_backend
 from treeconv.oracle import TargetRows
 
+_PARTS = 6  # of each side of a box of coins
 RULED = [name for name in CPU_BACKENDS if "chain" in get_backend(name).traits.rules]
 LOSSY = [name for name in CPU_BACKENDS if get_backend(name).traits.takes_thresholds]
 
@@ -51,18 +53,25 @@ def decide(backend, rule, tree, p, q, accept, final):
 
 
 def outcomes(backend, rule, tree, p, q):
-    """``(probability, accepted drafts, tokens)`` of every box of coins: exact, one call a box."""
+    """``(probability, accepted drafts, tokens)`` over the oracle's boxes of coins, each cut into many.
+
+    Exact for a sampler whose boundaries are the oracle's; one with boundaries of its own shows inside a box.
+    """
     rows = TargetRows.exact([p] * len(tree)).under(rule, None if q is None else [q] * len(tree))
-    cells = list(oracle.outcome_cells(tree, rows))
-    accept = []
-    for cell in cells:
-        coins = [0.5] * len(tree)
-        for slot, (low, high) in cell.accept.items():
-            coins[slot] = float((low + high) / 2)
-        accept.append(coins)
-    final = [float(sum(cell.final) / 2) for cell in cells]
+    volumes, accept, final = [], [], []
+    for cell in oracle.outcome_cells(tree, rows):
+        slots, intervals = list(cell.accept), [*cell.accept.values(), cell.final]
+        steps = [Fraction(2 * k + 1, 2 * _PARTS) for k in range(_PARTS)]
+        for places in product(steps, repeat=len(intervals)):
+            tossed = [
+                float(low + at * (high - low)) for at, (low, high) in zip(places, intervals, strict=True)
+            ]
+            coins = dict(zip(slots, tossed[:-1], strict=True))
+            volumes.append(cell.measure / _PARTS ** len(intervals))
+            accept.append([coins.get(slot, 0.5) for slot in range(len(tree))])
+            final.append(tossed[-1])
     made = decide(backend, rule, tree, p, q, accept, final)
-    return [(cell.measure, *done) for cell, done in zip(cells, made, strict=True)]
+    return [(volume, *done) for volume, done in zip(volumes, made, strict=True)]
 
 
 def first_token(backend, p, q, drafted):
@@ -176,6 +185,10 @@ def test_b65_a_nan_draft_row_takes_nothing_from_p(rule, backend):
     nan = [float("nan")] * 3
     made = decide(backend, rule, star(0), tenths(0, 9.7, 0.3), nan, [[0.5, 0.5]], [0.5])
     assert made == [(0, [1])]
+    # One NaN among numbers: the others still take their part, so token 1 alone is left.
+    some = [0.5, float("nan"), 0.25]
+    made = decide(backend, rule, star(0), tenths(2.5, 5, 2.5), some, [[0.9, 0.9]] * 2, [0.0, 0.9])
+    assert made == [(0, [1])] * 2
 
 
 def test_b73_small_ratios_are_not_lost(backend):

@@ -291,7 +291,7 @@ class _Split(ProcessorSampler):
         return other, super().laws(request, row)[1]
 
 
-@fault("penalties", "commit-parity")
+@fault("penalties")
 class PenaltiesForTheBonusOnly(_Split):
     def without(self):
         return type(self.given)(self.given.logit_bias, self.given.token_bitmask)

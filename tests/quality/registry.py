@@ -21,6 +21,8 @@ from treeconv.tree_laws import TREE_LAWS, tree_law_named
 MODULES = {
     "faults": None,
     "variant_faults": None,
+    "rule_faults": "K2",
+    "processor_faults": "K13",
     "filter_faults": None,
     "rng_faults": None,
     "tree_faults": None,
@@ -40,6 +42,7 @@ KINDS = {
     "K10": "stale or overwritten buffers, graph replay",
     "K11": "NaN, tiny temperatures, ties",
     "K12": "index overflow",
+    "K13": "grammar, bias and penalties on nodes",
 }
 
 
@@ -76,14 +79,18 @@ class Fault:
             yield getattr(made, "backend", None)
 
 
+def spelled(name):
+    """A class's name as failures spell it."""
+    return "".join("-" + c.lower() if c.isupper() else c for c in name).lstrip("-")
+
+
 def planting():
     """A list of faults, and the decorator ``fault(kind, *laws)`` that fills it."""
     faults = []
 
     def fault(kind, *killed_by):
         def register(made):
-            name = "".join("-" + c.lower() if c.isupper() else c for c in made.__name__).lstrip("-")
-            faults.append(Fault(name, kind, killed_by, made))
+            faults.append(Fault(spelled(made.__name__), kind, killed_by, made))
             return made
 
         return register
@@ -94,7 +101,7 @@ def planting():
 def all_faults():
     """Every planted fault, by kind."""
     faults = [
-        fault if kind is None else Fault(fault.name, kind, fault.killed_by, fault)
+        fault if kind is None else Fault(spelled(fault.name), kind, fault.killed_by, fault)
         for module, kind in MODULES.items()
         for fault in import_module(module).FAULTS
     ]

@@ -4,7 +4,9 @@ import numpy as np
 import torch
 from faults import Sampler
 from filter_faults import RIGHT as RIGHT_FILTERS
+from processor_faults import RIGHT as RIGHT_PROCESSORS
 from rng_faults import RIGHT as RIGHT_COINS
+from rule_faults import RIGHT as RIGHT_RULES
 
 from treeconv.backends.base import BackendTraits
 from treeconv.sampling import row_status
@@ -91,4 +93,5 @@ class InBfloat16(Sampler):
         return super().verify(batch, logits, temperature, coins, depth_cap)
 
 
-RIGHT = [Sampler, InFloat64, InReverse, InBfloat16, *RIGHT_FILTERS, *RIGHT_COINS]
+ODD = [Sampler, InFloat64, InReverse, InBfloat16]
+RIGHT = [*ODD, *RIGHT_FILTERS, *RIGHT_RULES, *RIGHT_PROCESSORS, *RIGHT_COINS]

@@ -11,6 +11,7 @@ from faults import Sampler
 from registry import planting
 
 from treeconv.backends.base import BackendTraits
+from treeconv.backends.eager import EagerBackend
 from treeconv.sampling import draw_coins
 from treeconv.tree import Coins
 
@@ -298,3 +299,31 @@ class GeneratorsSeedIgnored(Generated):
     def uniforms(self, size, count, generator):
         own = self.streams.setdefault(id(generator), torch.Generator().manual_seed(0))
         return super().uniforms(size, count, own)
+
+
+# --- behind a front door ------------------------------------------------------------------------------
+
+
+@fault("K3", "sampled-law-logits")
+class TemperatureIgnoredWithCoinsOfItsOwn(Seeded):
+    def temperature(self, walk):
+        return 1.0 if walk.temperature > 0 else 0.0
+
+
+class FrontDoor:
+    """``verify(seeds=)`` goes wrong; the verifier behind it is right."""
+
+    patches = "treeconv._verify.draw_coins"
+    backend = EagerBackend()
+
+
+@fault("K5", "fresh-coins", "sampled-law")
+class FrontDoorForgetsTheStep(FrontDoor):
+    def __call__(self, seeds, positions, num_draft_tokens):
+        return draw_coins(seeds, torch.zeros_like(positions), num_draft_tokens)
+
+
+@fault("K5", "seeded-text")
+class FrontDoorCountsSlots(FrontDoor):
+    def __call__(self, seeds, positions, num_draft_tokens):
+        return draw_coins(seeds + torch.arange(len(seeds)), positions, num_draft_tokens)

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from treeconv.backends.base import BackendTraits
+from treeconv.filters import Cuts
 from treeconv.rules import RULES, Rule
-from treeconv.sampling import row_status, target_probs
+from treeconv.sampling import filtered_probs, row_status, target_probs
 from treeconv.tree import RowStatus, VerifyOutput
 
 
@@ -17,22 +18,31 @@ class RuleSampler:
     """A right verifier by every rule: test the children in turn, draw from what is left."""
 
     name = "right"
-    traits = BackendTraits(devices=("cpu",), rules=RULES)
+    traits = BackendTraits(devices=("cpu",), rules=RULES, takes_filters=True)
 
-    def verify(self, batch, logits, temperature, coins, depth_cap, rule=None):
+    def verify(self, batch, logits, temperature, coins, depth_cap, filters=None, rule=None):
         temperatures = temperature.tolist()
+        cuts = filters.cuts() if filters else [Cuts()] * len(temperatures)
 
         def law(request, row):
             status = row_status(row)
-            return status, target_probs(row, temperatures[request]) if status is RowStatus.OK else row
+            if status is not RowStatus.OK:
+                return status, row
+            return status, self.filtered(target_probs(row, temperatures[request]), cuts[request])
 
         return self.run(batch, logits.float().numpy(), law, coins, depth_cap, rule)
 
-    def verify_probs(self, batch, target_probs, coins, depth_cap, rule=None):
-        def law(_, row):
-            return row_status(row, is_probs=True), row
+    def verify_probs(self, batch, target_probs, coins, depth_cap, filters=None, rule=None):
+        cuts = filters.cuts() if filters else [Cuts()] * len(target_probs)
+
+        def law(request, row):
+            status = row_status(row, is_probs=True)
+            return status, self.filtered(row, cuts[request]) if status is RowStatus.OK else row
 
         return self.run(batch, target_probs.numpy(), law, coins, depth_cap, rule)
+
+    def filtered(self, law, cuts):
+        return filtered_probs(law, cuts)
 
     def run(self, batch, rows, law, coins, cap, rule):
         self.rule = rule or Rule()
@@ -347,6 +357,22 @@ class EmptyResidualIsUniform(RuleSampler):  # X4: p = q leaves nothing after rou
     def left_of_p(self, p, q, token):
         left = self.residual(p, q, token)
         return left / left.sum() if left.any() else np.full_like(p, 1 / p.size)
+
+
+@fault("chain-rule-filters", "recursive-rule-filters")
+class RatioBeforeTheFilters(RuleSampler):  # B18 in the ratio rules: filters reach the bonus only
+    def filtered(self, law, cuts):
+        self.unfiltered = law
+        return super().filtered(law, cuts)
+
+    def accepts(self, p, q, token, coin, final):
+        return self.ratio_of(coin, q[token]) < self.unfiltered[token]
+
+
+@fault("match-rule-filters", "chain-rule-filters")
+class RuleWithoutFilters(RuleSampler):
+    def filtered(self, law, cuts):
+        return law
 
 
 @fault("chain-rule-purity", "recursive-rule-purity")

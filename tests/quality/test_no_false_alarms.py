@@ -13,7 +13,7 @@ from treeconv.suite import DEFAULT_MAX_EXAMPLES, check_law
 from treeconv.tree import DraftTree
 
 PAIRS = [
-    pytest.param(sampler, law, id=f"{sampler.name}-{law.name}")
+    pytest.param(sampler, law, id=f"{sampler.__module__}-{sampler.__name__}-{law.name}")
     for sampler in RIGHT
     for law in BACKEND_LAWS
     if why_not(law, sampler()) is None
