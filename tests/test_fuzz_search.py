@@ -108,6 +108,13 @@ def test_what_a_search_climbs_towards():
     assert np.isfinite(list(at(0.5).values())).all()
 
 
+def test_every_piece_of_work_has_a_seed_of_its_own(tmp_path):
+    subject = session(tmp_path)
+    numbers = {subject.number(f"device/{law}/{round_number}") for law in "ab" for round_number in range(50)}
+    assert len(numbers) == 100
+    assert subject.number("x") == session(tmp_path).number("x") < 2**48
+
+
 def test_jobs_are_fixed_by_the_configuration_and_meet_everything(tmp_path):
     config = Config(str(tmp_path), ("eager", "reference"), ("laws", "bulk"), rounds=2)
     planned = list(jobs(config, [Job("replay", "x.json", "eager")]))
