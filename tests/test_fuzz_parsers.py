@@ -1,6 +1,8 @@
 """Contract: every reader refuses in words or understands exactly; and a reader that does neither is found."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import hypothesis
@@ -13,9 +15,12 @@ from treeconv.convert import EagleDraft, from_eagle
 from treeconv.corpus import load_entry, save_entry
 from treeconv.errors import CorpusError, InvalidArgument, InvalidTree, LawBroken
 from treeconv.fuzzing import parsers
+from treeconv.fuzzing.flight import FlightRecorder
+from treeconv.fuzzing.guided import has_atheris, search_parser
 from treeconv.fuzzing.parsers import PARSERS, load_input, parser_named, save_input, shrink_input
-from treeconv.fuzzing.session import Config
+from treeconv.fuzzing.session import Config, Session
 from treeconv.fuzzing.signature import signature_of
+from treeconv.fuzzing.store import Store
 from treeconv.fuzzing.supervise import run_campaign
 from treeconv.tree_documents import parse_trees
 
@@ -180,3 +185,29 @@ def test_the_campaign_finds_what_is_planted(tmp_path, monkeypatch, capsys):
 
     assert main(["replay", f"corpus/{found.entry}"]) == 0
     assert capsys.readouterr().out.splitlines() == ["kept: convert-input"]
+
+
+@pytest.mark.skipif(not has_atheris(), reason="atheris is not installed: pip install 'treeconv[fuzz]'")
+def test_coverage_guides_the_search(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "from treeconv import tree_documents\n"
+        "inner = tree_documents.parse_trees\n"
+        "def raises(raw, where):\n"
+        "    if b'prefix_lens' in raw: raise KeyError(where)\n"
+        "    return inner(raw, where)\n"
+        "tree_documents.parse_trees = raises\n"
+    )
+    root = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}:{os.environ.get('PYTHONPATH', '')}")
+    recorder = FlightRecorder(tmp_path / "flight")
+    config = Config(str(tmp_path / "corpus"), (), ("parsers",), ledger="")
+    session = Session(config, Store(tmp_path / "corpus"), recorder, time.monotonic() + 60)
+    search_parser("convert-input", session, 0)
+    assert recorder.counters["cases"] > 100
+    assert recorder.counters["features"] > 20
+    kept = list((tmp_path / "corpus" / ".fuzz" / "parsers" / "convert-input").iterdir())
+    assert len(kept) == recorder.counters["entries"] > 3
+    (found,) = session.store.load().values()
+    assert session.found
+    assert found.state == "done"
+    assert len(load_input(tmp_path / "corpus" / found.entry)[1]) < 60

@@ -111,3 +111,4 @@ def test_a_boundary_stays_when_what_came_before_it_goes():
 
     (least,) = shrunk(VerifyCase((request,), kind="probs"), condition, values=True).requests
     assert len(least.tree) == 2
+    assert np.allclose(least.rows[0].sum(), 1)

@@ -8,7 +8,6 @@ it), and what the exact oracle refuses is shrunk and recorded.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -135,8 +134,7 @@ def _launches(kind: str, backend: Backend, session: Session, round_number: int) 
     dtypes = [name for name in ("float32", "bfloat16", "float16") if name in backend.traits.rows_dtypes]
     launches = []
     for place in range(number):
-        text = f"{session.config.seed}/bulk/{kind}/{backend.name}/{round_number}/{place}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+        seed = session.number(f"bulk/{kind}/{backend.name}/{round_number}/{place}")
         slots, vocab = _SHAPES[place % len(_SHAPES)]
         launches.append(
             Launch(

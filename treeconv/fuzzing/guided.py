@@ -9,7 +9,6 @@ campaigns.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import re
@@ -75,9 +74,7 @@ def search_parser(name: str, session: Session, round_number: int) -> str | None:
 
 def _search_guided(name: str, session: Session, round_number: int) -> None:
     """Let atheris have a process of its own, and watch it."""
-    seed = int.from_bytes(
-        hashlib.sha256(f"{session.config.seed}/{name}/{round_number}".encode()).digest()[:4], "big"
-    )
+    seed = session.number(f"{name}/{round_number}")
     kept = session.store.work / "parsers" / name
     kept.mkdir(parents=True, exist_ok=True)
     before = {name: session.recorder.counters[name] for name in ("cases", "entries")}

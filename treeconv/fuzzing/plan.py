@@ -75,7 +75,10 @@ def _subjects(config: Config, campaign: str) -> list[Job]:
         return [Job(campaign, kind, name) for kind in BULK_SUBJECTS for name in on]
     from treeconv.gpu_laws import GPU_LAWS  # noqa: PLC0415
 
-    return [Job(campaign, law.name, name) for law in GPU_LAWS if law.subject != "converter" for name in on]
+    converter = [law for law in GPU_LAWS if law.subject == "converter" and config.device.startswith("cuda")]
+    others = [law for law in GPU_LAWS if law.subject != "converter"]
+    alone = [Job(campaign, law.name) for law in converter]
+    return alone + [Job(campaign, law.name, name) for law in others for name in on]
 
 
 def jobs(config: Config, stored: Sequence[Job]) -> Iterator[Job]:

@@ -12,6 +12,7 @@ from hypothesis.errors import HypothesisException
 
 from treeconv.case import VerifyCase
 from treeconv.errors import LawBroken
+from treeconv.fuzzing.parsers import parser_named, shrink_input
 from treeconv.fuzzing.session import Session, as_broken
 from treeconv.fuzzing.signature import Signature, signature_of
 from treeconv.laws import Law, why_not
@@ -127,6 +128,7 @@ def explore(
         TimeIsUp: in the middle of it.
     """
     claimed: Signature | None = None
+    met: dict[Signature, LawBroken] = {}  # others, while that one was shrunk
 
     def judged(case: Any) -> None:
         nonlocal claimed
@@ -151,11 +153,13 @@ def explore(
         if signature == claimed:
             raise broken
         session.recorder.add("cases")
-        # Another one met while this one is shrunk is recorded too, and shrunk by a later job.
         new = session.claim(campaign, broken, round=round_number)
-        if new is not None and claimed is None:
+        if new is None:
+            return
+        if claimed is None:
             claimed = new
             raise broken
+        met[new] = broken
 
     def test(case: Any) -> None:
         judged(case)
@@ -179,6 +183,15 @@ def explore(
             raise
         if shrinks_case:
             broken = shrink(broken, judged, should_stop=lambda: session.is_over)
+        session.settle(campaign, claimed, broken, round=round_number)
+    while met:
+        claimed, broken = met.popitem()
+        if broken.case is not None:
+            broken = shrink(broken, judged, values=True, should_stop=lambda: session.is_over)
+        elif "input" in broken.parameters:
+            broken = shrink_input(
+                parser_named(broken.law), broken, claimed, should_stop=lambda: session.is_over
+            )
         session.settle(campaign, claimed, broken, round=round_number)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 import time
@@ -162,6 +163,11 @@ class Session:
     def is_over(self) -> bool:
         """Whether the time is up."""
         return time.monotonic() >= self.deadline
+
+    def number(self, what: str) -> int:
+        """A seed below 2**48 for one piece of work, fixed by the campaign's."""
+        digest = hashlib.sha256(f"{self.config.seed}/{what}".encode()).digest()
+        return int.from_bytes(digest[:6], "big")
 
     def begin_case(self, payload: Any) -> None:
         """Before each case: stop when the time is up; else note the case, should it be the last.

@@ -90,12 +90,13 @@ def _device(job: Job, session: Session) -> str | None:
     from treeconv._gpu_checks import Sizes  # noqa: PLC0415
     from treeconv.gpu_laws import gpu_law_named  # noqa: PLC0415
 
-    law, backend, device = gpu_law_named(job.subject), session.backend(job.backend), session.config.device
+    law, device = gpu_law_named(job.subject), session.config.device
+    backend = session.backend(job.backend) if job.backend else None
     reason = law.why_not(backend, device)
     if reason is not None:
         return reason
     sizes = Sizes(trees=10_240, replays=100) if torch.device(device).type == "cuda" else Sizes.small()
-    seed = int.from_bytes(f"{session.config.seed}/{job.round}".encode()[:6], "big")
+    seed = session.number(f"device/{job.subject}/{job.backend}/{job.round}")
     session.begin_case(("device", law.name, job.backend, {"seed": seed}))
     try:
         session.recorder.add("decisions", law.run(backend, device, sizes, seed))
