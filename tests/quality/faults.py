@@ -324,6 +324,8 @@ class CoinOfTheChild(Sampler):
 class OwnCoins(Sampler):
     """Draws its own coins from a stream nobody seeds."""
 
+    is_restless = True
+
     def __init__(self):
         self.stream = np.random.default_rng(7)
 

@@ -249,6 +249,8 @@ class RankMovesTheFinalCoin(Seeded):
 class SeedIgnored(Seeded):
     """Coins from the process's own generator, which nobody told the seed."""
 
+    is_restless = True
+
     def coins(self, batch, seeds):
         shape = batch.candidates.shape
         return Coins(torch.rand(shape), torch.rand(shape[0]))
@@ -279,6 +281,8 @@ class GeneratorIsOnlyACopy(Generated):
 
 @fault("K5", "seeded-text", "ranks-agree")
 class GeneratorIgnored(Generated):
+    is_restless = True
+
     def uniforms(self, size, count, generator):
         return torch.rand(size, count)
 

@@ -85,8 +85,8 @@ def test_fault_is_killed_and_the_failure_says_how(fault, tmp_path):
     if not is_tree_law:
         said_besides = settings_of(LAWS[law])
         assert not said_besides or any(words in said["case"] for words in said_besides)
-    if "flaky" in said:
-        return
+    if "flaky" in said or getattr(fault.made, "is_restless", False):
+        return  # its next answer may happen to be right
     with fault.planted() as backend, pytest.raises(LawBroken, match=f"law broken: {law}\n"):
         replay_entry(load_entry(path), backend)
 
