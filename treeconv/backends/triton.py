@@ -12,9 +12,8 @@ import torch
 from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels.launch import (
-    AHEAD_BATCH,
-    AHEAD_ROWS,
     MAX_BATCH,
+    MAX_CHUNKS,
     MAX_NODES,
     MAX_VOCAB,
     LaunchPlan,
@@ -27,6 +26,7 @@ from treeconv.tree import VerifyOutput
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from treeconv.filters import Filters
     from treeconv.tree import Coins, VerifyInput
 
 __all__ = ["TritonBackend"]
@@ -56,6 +56,7 @@ class TritonBackend:
         graph_safe=not INTERPRETED,
         devices=("cpu",) if INTERPRETED else ("cuda",),
         is_interpreted=INTERPRETED,
+        takes_filters=True,
     )
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class TritonBackend:
         temperature: torch.Tensor,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None = None,
         *,
         out: VerifyOutput | None = None,
         plan: LaunchPlan | None = None,
@@ -86,6 +88,8 @@ class TritonBackend:
 
             depth_cap: accept slots per request, root included, >= 1.
 
+            filters: top-k, top-p and min-p on the same device, or None for none.
+
             out: tensors to write into and return, as :meth:`empty_output` makes them.
 
             plan: overrides how the launch is cut up; the result is the same.
@@ -98,7 +102,7 @@ class TritonBackend:
         """
         if logits.dtype not in _LOGIT_DTYPES:
             raise InvalidArgument(f"logits.dtype={logits.dtype}, but must be bfloat16, float16 or float32")
-        return self._run(batch, "logits", logits, temperature, coins, depth_cap, out, plan)
+        return self._run(batch, "logits", logits, temperature, coins, depth_cap, filters, out, plan)
 
     def verify_probs(
         self,
@@ -106,6 +110,7 @@ class TritonBackend:
         target_probs: torch.Tensor,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None = None,
         *,
         out: VerifyOutput | None = None,
         plan: LaunchPlan | None = None,
@@ -122,6 +127,8 @@ class TritonBackend:
 
             depth_cap: as for :meth:`verify`.
 
+            filters: as for :meth:`verify`.
+
             out: as for :meth:`verify`.
 
             plan: as for :meth:`verify`.
@@ -133,7 +140,7 @@ class TritonBackend:
         """
         if target_probs.dtype != torch.float32:
             raise InvalidArgument(f"target_probs.dtype={target_probs.dtype}, but must be float32")
-        return self._run(batch, "target_probs", target_probs, None, coins, depth_cap, out, plan)
+        return self._run(batch, "target_probs", target_probs, None, coins, depth_cap, filters, out, plan)
 
     @staticmethod
     def empty_output(batch: VerifyInput, depth_cap: int) -> VerifyOutput:
@@ -158,6 +165,7 @@ class TritonBackend:
         temperature: torch.Tensor | None,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None,
         out: VerifyOutput | None,
         plan: LaunchPlan | None,
     ) -> VerifyOutput:
@@ -170,6 +178,8 @@ class TritonBackend:
         given = {**trees, "coins.accept": coins.accept, "coins.final": coins.final}
         if temperature is not None:
             given["temperature"] = temperature
+        if filters is not None:
+            given |= {f"filters.{key}": getattr(filters, key) for key in ("top_k", "top_p", "min_p")}
         for name, tensor in given.items():
             if tensor.device != device:
                 raise InvalidArgument(
@@ -192,26 +202,22 @@ class TritonBackend:
             )
         if depth_cap < 1:
             raise InvalidArgument(f"depth_cap={depth_cap}, but must be >= 1: the root takes a slot")
-        shapes = {"coins.final": (B,), "temperature": (B,)}
+        flat = {"coins.final", "temperature", "filters.top_k", "filters.top_p", "filters.min_p"}
         for name, tensor in given.items():
-            if tuple(tensor.shape) != shapes.get(name, (B, N)):
-                raise InvalidArgument(
-                    f"{name}.shape={tuple(tensor.shape)}, but must be {shapes.get(name, (B, N))}"
-                )
-            dtype = torch.int64 if name in trees else torch.float32
+            shape = (B,) if name in flat else (B, N)
+            if tuple(tensor.shape) != shape:
+                raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {shape}")
+            dtype = torch.int64 if name in trees or name == "filters.top_k" else torch.float32
             if tensor.dtype != dtype:
                 raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
         if plan is None:
-            plan = self.plan_for(B, N, V, device)
+            plan = self.plan_for(B, V, device)
         elif INTERPRETED and plan.programs > 1:
             raise InvalidArgument(
                 f"plan.programs={plan.programs}, but must be 1 in the interpreter: it runs one at a time"
             )
-        elif not 0 <= plan.read_ahead <= (min(N, AHEAD_ROWS) if B <= AHEAD_BATCH else 0):
-            raise InvalidArgument(
-                f"plan.read_ahead={plan.read_ahead}, but must be at most min(N, {AHEAD_ROWS}),"
-                f" and 0 if B is above {AHEAD_BATCH}"
-            )
+        elif not 1 <= plan.programs <= MAX_CHUNKS:
+            raise InvalidArgument(f"plan.programs={plan.programs}, but must be in [1, {MAX_CHUNKS}]")
         if out is None:
             out = self.empty_output(batch, depth_cap)
         else:
@@ -231,6 +237,7 @@ class TritonBackend:
                 out.status,
                 self._workspace(device),
                 plan,
+                filters and filters.contiguous(),
             )
         return out
 
@@ -252,13 +259,13 @@ class TritonBackend:
                 )
 
     @staticmethod
-    def plan_for(B: int, N: int, V: int, device: torch.device) -> LaunchPlan:
+    def plan_for(B: int, V: int, device: torch.device) -> LaunchPlan:
         """How a call of these shapes is cut up on ``device``."""
         if INTERPRETED:  # programs run one after another: none may wait for another
             return LaunchPlan(1)
         if torch.version.hip is not None:  # pragma: no cover - co-residency was reasoned out for CUDA only
             return LaunchPlan(1)
-        return launch_plan(B, N, V, torch.cuda.get_device_properties(device).multi_processor_count)
+        return launch_plan(B, V, torch.cuda.get_device_properties(device).multi_processor_count)
 
     def _workspace(self, device: torch.device) -> Workspace:
         """The scratch of the current stream, made on first use; a capture takes the spare made earlier.

@@ -8,8 +8,6 @@ import torch
 import triton
 
 __all__ = [
-    "AHEAD_BATCH",
-    "AHEAD_ROWS",
     "JUMP_LIMIT",
     "MAX_BATCH",
     "MAX_CHUNKS",
@@ -22,20 +20,18 @@ __all__ = [
     "chunk_size",
     "launch_plan",
     "vector_size",
-    "warps_per_program",
 ]
 
 MAX_BATCH = 1024
 MAX_NODES = 1024
 MAX_VOCAB = 262144
-AHEAD_BATCH = 64  # requests, and rows of each, for which scratch has room to read ahead
-AHEAD_ROWS = 16
 
-MAX_CHUNKS = 64  # at most, per row: what every program repeats for a row is twice a warp's lanes wide
-_TOKENS_PER_THREAD = 32
+MAX_CHUNKS = 128  # at most, per row
+_MIN_CHUNK = 1024
 REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 warps
 WARPS_PER_SM = 16
 JUMP_LIMIT = 64  # N up to which sibling lists are followed through tables in registers
+_MAX_GUESSES = 4
 
 
 @dataclass(frozen=True)
@@ -43,25 +39,18 @@ class LaunchPlan:
     """How a launch is cut up; a function of shapes and of the device alone. Never changes a result.
 
     Args:
-        programs: programs per request, >= 1.
+        programs: one-warp programs per request, >= 1, at most the row's chunks.
 
-        read_ahead: rows (nodes ``0 .. read_ahead - 1``) whose chunks are taken in the first step, at most
-            ``min(N, AHEAD_ROWS)``, and 0 if B is above ``AHEAD_BATCH``; 0 takes the root's row alone, as
-            any later one.
+        guesses: children of each visited node whose rows are asked for ahead of the decision, >= 0.
     """
 
     programs: int
-    read_ahead: int = 0
+    guesses: int = 1
 
 
 def chunk_size(V: int) -> int:
-    """Tokens per chunk: a power of two >= 1024 that cuts a row into at most 64 chunks."""
-    return max(1024, triton.next_power_of_2(triton.cdiv(V, MAX_CHUNKS)))
-
-
-def warps_per_program(chunk: int) -> int:
-    """Warps per program: a function of the chunk alone, since it shapes the sums."""
-    return max(2, chunk // (32 * _TOKENS_PER_THREAD))  # Triton 3.6 fails to compile the kernel for one
+    """Tokens per chunk, what one warp sums at a time: a power of two that cuts a row into at most 128."""
+    return max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(V, MAX_CHUNKS)))
 
 
 def vector_size(rows: torch.Tensor) -> int:
@@ -70,32 +59,27 @@ def vector_size(rows: torch.Tensor) -> int:
     return 16 // rows.element_size() if all(number % 16 == 0 for number in numbers) else 1
 
 
-def launch_plan(B: int, N: int, V: int, multiprocessors: int) -> LaunchPlan:
-    """Cut B requests of N rows of V tokens over a device.
+def launch_plan(B: int, V: int, multiprocessors: int) -> LaunchPlan:
+    """Cut B requests over rows of V tokens over a device.
 
     Unless it is one program a request, which waits for nobody, ``B * programs`` never exceeds the 16 warps
-    a multiprocessor which the kernel's register limit lets be co-resident. With programs to spare, each
-    takes one chunk and later nodes' rows are read ahead.
+    a multiprocessor which the kernel's register limit lets be co-resident. With warps to spare, bandwidth
+    is to spare as well, and more than the likeliest next row is asked for.
     """
-    chunk = chunk_size(V)
-    chunks = triton.cdiv(V, chunk)
-    share = max(1, WARPS_PER_SM // warps_per_program(chunk) * multiprocessors // B)
-    if share < 2 * chunks or B > AHEAD_BATCH:
-        return LaunchPlan(programs=triton.cdiv(chunks, triton.cdiv(chunks, min(share, chunks))))
-    read_ahead = min(N, share // chunks, AHEAD_ROWS)
-    return LaunchPlan(programs=read_ahead * chunks, read_ahead=read_ahead)
+    chunks = triton.cdiv(V, chunk_size(V))
+    share = max(1, WARPS_PER_SM * multiprocessors // B)
+    programs = triton.cdiv(chunks, triton.cdiv(chunks, min(share, chunks)))  # no more than finish as soon
+    return LaunchPlan(programs, guesses=min(max(share // chunks, 1), _MAX_GUESSES))
 
 
 class Workspace:
-    """Scratch for one stream of launches on one device; 4.7 MB, whatever N and V.
+    """Scratch for one stream of launches on one device; 6.3 MB, whatever N and V.
 
-    Holds the published chunk triples and the epochs. Launches that use it must not overlap in time.
+    Holds the published words and the epochs. Launches that use it must not overlap in time.
     """
 
-    # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
-    # place shared between requests could hold another one's word under the very tag that is waited for.
-    places = 2 * MAX_BATCH + AHEAD_BATCH * AHEAD_ROWS
-
     def __init__(self, device: torch.device | str) -> None:
-        self.words = torch.full((self.places, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
-        self.epochs = torch.zeros((3, MAX_BATCH), dtype=torch.int32, device=device)
+        # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
+        # place shared between requests could hold another's word under the very tag that is waited for.
+        self.words = torch.full((MAX_BATCH, 2, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
+        self.epochs = torch.zeros((2, MAX_BATCH), dtype=torch.int32, device=device)

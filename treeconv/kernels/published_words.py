@@ -1,8 +1,7 @@
 """How the programs of a request tell each other what they summed: *Co-operation* in :mod:`.verify_tree`.
 
-Device functions only. A row's words are ``[3, 64]`` int64: per chunk its maximum (an ordered key), its sum
-and its sum without the children, each 32 bits over a 32-bit tag. They are read as two halves of a warp's 32
-lanes, so that no reduction over them leaves a warp.
+Device functions only. A row's words are ``[3, MAX_CHUNKS]`` int64: three kinds, each one 32-bit payload per
+chunk over a 32-bit tag.
 """
 
 from __future__ import annotations
@@ -10,40 +9,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["keys_of", "masses_of", "waiting", "word", "words_of"]
+from treeconv.kernels.launch import MAX_CHUNKS
+
+__all__ = ["as_float", "first_two", "last_one", "publish", "row_words"]
+
+_PITCH = tl.constexpr(MAX_CHUNKS)
 
 
 @triton.jit
-def word(bits, tag):
-    """One published word: 32 bits of payload over 32 bits of tag."""
-    return (bits.to(tl.int64) << 32) | (tag.to(tl.int64) & 0xFFFFFFFF)
+def row_words(words_ptr, step):
+    """Where a step's words are, in a request's two places."""
+    return words_ptr + (step & 1) * (3 * _PITCH)
 
 
 @triton.jit
-def words_of(row_words_ptr, half, chunks: tl.constexpr):
-    """One half of a row's words, three [32] int64: maxima, sums, sums without the children."""
-    lane = tl.arange(0, 32) + half * 32
+def publish(words_ptr, KIND: tl.constexpr, chunk, bits, tag):
+    """Store one payload, int32 or float32, under a tag."""
+    word = (bits.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (tag.to(tl.int64) & 0xFFFFFFFF)
+    tl.store(words_ptr + KIND * _PITCH + chunk, word)
+
+
+@triton.jit
+def as_float(bits):
+    """A float32 payload."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _late(words, inside, tag):
+    return tl.where(inside & (words.to(tl.int32) != tag), 1, 0)
+
+
+@triton.jit
+def first_two(words_ptr, tag, chunks, WORDS: tl.constexpr):
+    """The payloads of kinds 0 and 1, once every chunk is published: two [WORDS] int32, 0 beyond the chunks."""
+    lane = tl.arange(0, WORDS)
     inside = lane < chunks
-    tops = tl.load(row_words_ptr + lane, mask=inside, other=0, volatile=True)
-    sums = tl.load(row_words_ptr + 64 + lane, mask=inside, other=0, volatile=True)
-    rests = tl.load(row_words_ptr + 128 + lane, mask=inside, other=0, volatile=True)
-    return tops, sums, rests
+    first = tl.load(words_ptr + lane, mask=inside, other=0, volatile=True)
+    second = tl.load(words_ptr + _PITCH + lane, mask=inside, other=0, volatile=True)
+    while tl.max(_late(first, inside, tag) | _late(second, inside, tag), 0) == 1:
+        first = tl.load(words_ptr + lane, mask=inside, other=0, volatile=True)
+        second = tl.load(words_ptr + _PITCH + lane, mask=inside, other=0, volatile=True)
+    return (first >> 32).to(tl.int32), (second >> 32).to(tl.int32)
 
 
 @triton.jit
-def waiting(tops, sums, rests, half, tag, chunks: tl.constexpr):
-    """Nonzero in the lanes of one half whose chunk is not published under ``tag`` yet."""
-    stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
-    return tl.where((tl.arange(0, 32) + half * 32 < chunks) & (stale != 0), 1, 0)
-
-
-@triton.jit
-def keys_of(tops, half, chunks: tl.constexpr):
-    """The maxima of one half in the order of :func:`ordered`; below all of them in unused lanes."""
-    return tl.where(tl.arange(0, 32) + half * 32 < chunks, (tops >> 32).to(tl.int32), -0x80000000)
-
-
-@triton.jit
-def masses_of(words, weight):
-    """Float payloads times their chunks' weights; zero in unused lanes, whose words are zero."""
-    return (words >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
+def last_one(words_ptr, tag, chunks, WORDS: tl.constexpr):
+    """The same for kind 2."""
+    lane = tl.arange(0, WORDS)
+    inside = lane < chunks
+    third = tl.load(words_ptr + 2 * _PITCH + lane, mask=inside, other=0, volatile=True)
+    while tl.max(_late(third, inside, tag), 0) == 1:
+        third = tl.load(words_ptr + 2 * _PITCH + lane, mask=inside, other=0, volatile=True)
+    return (third >> 32).to(tl.int32)

@@ -1,9 +1,9 @@
 """Masses of one chunk of a row: what the sampler computes a softmax from, see :mod:`.verify_tree`.
 
-Device functions only. A chunk is a float32 tensor ``[CHUNK]``. Masses are relative to the chunk's own
-maximum; :func:`chunk_weight` makes them relative to the row's. Where T is the temperature, ``rate`` is
-``log2(e) / (T * before * after)`` with two powers of two of which at least one is 1, and ``limit`` is 0 if
-either is not.
+Device functions only. A chunk is a float32 tensor ``[CHUNK]``, held by one warp. Masses are relative to the
+chunk's own maximum; :func:`chunk_weight` makes them relative to the row's. Where T is the temperature,
+``rate`` is ``log2(e) / (T * before * after)`` with two powers of two of which at least one is 1, and
+``limit`` is 0 if either is not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __all__ = [
     "opaque",
     "ordered",
     "prefetch",
+    "running_sum",
     "slow_mass",
     "total",
     "unordered",
@@ -51,16 +52,27 @@ def _exp2(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def total(x, THREADS: tl.constexpr, VEC: tl.constexpr):
-    """Sum of a chunk: along each thread's vectors, over its vectors, then across threads."""
-    x = tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
+def total(x, VEC: tl.constexpr):
+    """Sum of a chunk: along each lane's vectors, over its vectors, then across lanes."""
+    x = tl.reshape(x, [x.shape[0] // (32 * VEC), 32, VEC])
     return tl.sum(tl.sum(tl.sum(x, 2), 0), 0)
 
 
 @triton.jit
-def maximum_key(x, THREADS: tl.constexpr, VEC: tl.constexpr):
+def running_sum(x, VEC: tl.constexpr):
+    """Running sums of a chunk, float64: of its blocks of 32 vectors, of vectors, of each vector's float32."""
+    x = tl.reshape(x, [x.shape[0] // (32 * VEC), 32, VEC])
+    vectors = tl.sum(x, 2).to(tl.float64)
+    blocks = tl.sum(vectors, 1)
+    before = (tl.cumsum(blocks, 0) - blocks)[:, None] + (tl.cumsum(vectors, 1) - vectors)
+    sums = before[:, :, None] + tl.cumsum(x, 2).to(tl.float64)
+    return tl.reshape(sums, [x.shape[0] * 32 * VEC])
+
+
+@triton.jit
+def maximum_key(x, VEC: tl.constexpr):
     """Maximum of a chunk, NaN aside, as an ordered key: integers reduce across a warp in one instruction."""
-    x = tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
+    x = tl.reshape(x, [x.shape[0] // (32 * VEC), 32, VEC])
     return tl.max(ordered(tl.max(tl.max(x, 2), 0) + 0.0), 0)  # -0.0 and 0.0 are a tie: one key
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from treeconv.kernels.row_chunks import opaque
 
-__all__ = ["follow", "siblings", "without"]
+__all__ = ["follow", "hops", "siblings", "without"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 
@@ -24,7 +24,7 @@ def follow(pointer, node, N):
 
 
 @triton.jit
-def _hop(low, high, nodes):
+def _jump(low, high, nodes):
     """A table of 64 entries, as two halves of a warp's 32 lanes, at ``nodes``; -1 stays -1."""
     near = tl.gather(low, nodes & 31, 0)
     far = tl.gather(high, nodes & 31, 0)
@@ -32,24 +32,50 @@ def _hop(low, high, nodes):
 
 
 @triton.jit
-def siblings(sibling_ptr, candidates_ptr, child, left, N, V, JUMP: tl.constexpr):
-    """The next up to 32 nodes of a sibling list, ``child`` first.
+def hops(sibling_ptr, N, JUMP: tl.constexpr):
+    """Where 1, 2, 4 and 8 hops lead from each of 64 nodes, a byte each, and where 16 do; in two halves each.
+
+    Made once a launch; without ``JUMP``, which is for N up to 64, nothing is.
+    """
+    lane = tl.arange(0, 32)
+    low = tl.full([32], -1, tl.int32)
+    high = low
+    low_bytes = low
+    high_bytes = low
+    if JUMP:
+        low = tl.load(sibling_ptr + lane, mask=lane < N, other=-1)
+        high = tl.load(sibling_ptr + 32 + lane, mask=lane + 32 < N, other=-1)
+        low = tl.where((low >= 0) & (low < N), low, -1).to(tl.int32)
+        high = tl.where((high >= 0) & (high < N), high, -1).to(tl.int32)
+        low_bytes = low & 0xFF
+        high_bytes = high & 0xFF
+        for bit in tl.static_range(1, 5):
+            low, high = _jump(low, high, low), _jump(low, high, high)
+            if bit < 4:
+                low_bytes = low_bytes | ((low & 0xFF) << (8 * bit))
+                high_bytes = high_bytes | ((high & 0xFF) << (8 * bit))
+    return low_bytes, high_bytes, low, high
+
+
+@triton.jit
+def siblings(
+    sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, child, left, N, V, JUMP: tl.constexpr
+):
+    """The next up to 32 nodes of a sibling list, ``child`` first; the four tables are those of :func:`hops`.
 
     Returns nodes and tokens ([32] int32, -1 in unused lanes; a token outside [0, V) becomes -1), the node
     after them or -1, and how many more may be visited before the list is taken for a cycle.
     """
     lane = tl.arange(0, 32)
-    if JUMP:  # lane k makes k hops by powers of two, over tables that double as it goes
-        low = tl.load(sibling_ptr + lane, mask=lane < N, other=-1)
-        high = tl.load(sibling_ptr + 32 + lane, mask=lane + 32 < N, other=-1)
-        low = tl.where((low >= 0) & (low < N), low, -1).to(tl.int32)
-        high = tl.where((high >= 0) & (high < N), high, -1).to(tl.int32)
+    if JUMP:  # lane k makes k hops by powers of two
         nodes = tl.where(lane < left, child, -1)
-        for bit in tl.static_range(5):
-            nodes = tl.where(((lane >> bit) & 1) == 1, _hop(low, high, nodes), nodes)
-            low, high = _hop(low, high, low), _hop(low, high, high)
+        for bit in tl.static_range(4):
+            ahead = (_jump(low_bytes, high_bytes, nodes) >> (8 * bit)) & 0xFF
+            nodes = tl.where(((lane >> bit) & 1) == 1, tl.where(ahead == 0xFF, -1, ahead), nodes)
+        ahead = _jump(low, high, nodes)
+        beyond = tl.max(tl.where(lane == 16, _jump(low, high, ahead), -1), 0)  # 32 hops from the first
+        nodes = tl.where(lane >= 16, ahead, nodes)
         left -= 32
-        beyond = tl.max(tl.where(lane == 0, _hop(low, high, nodes), -1), 0)  # 32 hops from the first
         child = tl.where(left > 0, beyond, -1)
     else:
         nodes = tl.full([32], -1, tl.int32)
@@ -67,7 +93,7 @@ def siblings(sibling_ptr, candidates_ptr, child, left, N, V, JUMP: tl.constexpr)
 
 @triton.jit
 def without(
-    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V,
+    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, N, V,
     CHUNK: tl.constexpr, JUMP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """A chunk's masses with the children's zeroed, and whether the chunk holds any of them.
@@ -84,5 +110,7 @@ def without(
             token = tl.min(tl.where((tokens > token) & (tokens < start + CHUNK), tokens, _BIG), 0)
         more = tl.where(rest >= 0, 1, 0)
         if more == 1:
-            _, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
+            _, tokens, rest, left = siblings(
+                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, rest, left, N, V, JUMP
+            )
     return mass, found
