@@ -120,9 +120,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 16, 64, 128])
     parser.add_argument("--vocab", type=int, default=163840)
     parser.add_argument("--nodes", type=int, default=64)
-    parser.add_argument("--sweep", default="", help='more plans to try, as "B:P,W;P,W B:P,W"')
+    parser.add_argument("--sweep", default="", help='more plans to try, as "B:P,G;P,G B:P,G"')
     parser.add_argument("--json", default="")
-    parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,warps,registers,warps per SM")
+    parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,registers,warps per SM")
     options = parser.parse_args()
     backend = TritonBackend()
     sweep = {}
@@ -140,20 +140,19 @@ def main() -> None:
         sets = [make_batch(seed, B, options.nodes, options.vocab) for seed in range(max(3, min(16, 64 // B)))]
         for tune, plan in itertools.product(options.tune or [""], [None, *sweep.get(B, [])]):
             if tune:
-                chunk, warps, launch.REGISTERS, launch.WARPS_PER_SM = map(int, tune.split(","))
+                chunk, launch.REGISTERS, launch.WARPS_PER_SM = map(int, tune.split(","))
                 launch.chunk_size = lambda _, chunk=chunk: chunk
-                launch.warps_per_program = lambda _, warps=warps: warps
             captured = [capture(backend, inputs, plan) for inputs in sets]
             us = time_graphs([graph for graph, _ in captured])
             visited = statistics.mean((out.accept_token_num.float().mean() + 1).item() for _, out in captured)
             longest = max(int(out.accept_token_num.max()) + 1 for _, out in captured)
             bound = visited * B * options.vocab * 2 / COPY_RATE * 1e6
-            shown = plan or backend.plan_for(B, options.nodes, options.vocab, torch.device("cuda", 0))
+            shown = plan or backend.plan_for(B, options.vocab, torch.device("cuda", 0))
             results.append(
                 {"B": B, "plan": str(shown), "us": us, "visited": visited, "bound_us": bound, "tune": tune}
             )
             print(
-                f"B={B:4d} P={shown.programs:4d} W={shown.read_ahead:3d} {tune:16s} {us:8.2f} us"
+                f"B={B:4d} P={shown.programs:4d} G={shown.guesses:2d} {tune:16s} {us:8.2f} us"
                 f"  visited {visited:.2f} (max {longest})  bound {bound:6.2f}  limit {12 + 2 * bound:6.2f}"
                 f"  issue's {TARGET.get(B)}",
                 flush=True,

@@ -14,11 +14,11 @@ import triton.language as tl
 __all__ = [
     "chunk_mass",
     "chunk_weight",
+    "load_chunk",
     "maximum_key",
     "opaque",
     "ordered",
     "prefetch",
-    "running_sum",
     "slow_mass",
     "total",
     "unordered",
@@ -52,21 +52,21 @@ def _exp2(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def load_chunk(row_ptr, chunk, V, PROBS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+    """A chunk as it is stored; without mass beyond the vocabulary, which ``EVEN`` rules out."""
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    if EVEN:
+        x = tl.load(row_ptr + index)
+    else:
+        x = tl.load(row_ptr + index, mask=index < V, other=0.0 if PROBS else float("-inf"))
+    return x
+
+
+@triton.jit
 def total(x, VEC: tl.constexpr):
     """Sum of a chunk: along each lane's vectors, over its vectors, then across lanes."""
     x = tl.reshape(x, [x.shape[0] // (32 * VEC), 32, VEC])
     return tl.sum(tl.sum(tl.sum(x, 2), 0), 0)
-
-
-@triton.jit
-def running_sum(x, VEC: tl.constexpr):
-    """Running sums of a chunk, float64: of its blocks of 32 vectors, of vectors, of each vector's float32."""
-    x = tl.reshape(x, [x.shape[0] // (32 * VEC), 32, VEC])
-    vectors = tl.sum(x, 2).to(tl.float64)
-    blocks = tl.sum(vectors, 1)
-    before = (tl.cumsum(blocks, 0) - blocks)[:, None] + (tl.cumsum(vectors, 1) - vectors)
-    sums = before[:, :, None] + tl.cumsum(x, 2).to(tl.float64)
-    return tl.reshape(sums, [x.shape[0] * 32 * VEC])
 
 
 @triton.jit
@@ -126,6 +126,9 @@ def chunk_weight(chunk_top, top, before, after, rate, limit, PTX: tl.constexpr):
 @triton.jit
 def unusable(row_ptr, start, V, CHUNK: tl.constexpr, PTX: tl.constexpr):
     """2 if a chunk of logits holds NaN, else 1 if +inf, else 0; reads it again to keep registers free."""
-    index = opaque(start, PTX) + tl.arange(0, CHUNK)
-    x = tl.load(row_ptr + index, mask=index < V, other=0.0).to(tl.float32)
-    return tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)
+    bad = tl.zeros([256], tl.int32)
+    for at in range(0, CHUNK, 256):
+        index = opaque(start, PTX) + at + tl.arange(0, 256)
+        x = tl.load(row_ptr + index, mask=index < V, other=0.0).to(tl.float32)
+        bad = tl.maximum(bad, tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2))
+    return tl.max(bad, 0)

@@ -8,11 +8,11 @@ counts as -1, every loop is bounded by N, a candidate outside ``[0, V)`` has mas
 kernel hang or leave its buffers. A row that the walk does not visit never influences anything (its lines may
 be prefetched into the L2 cache; the logits of a visited row's children are read).
 
-**Arithmetic.** A row is cut into at most 128 chunks of ``CHUNK`` tokens, a function of V alone, each summed by
+**Arithmetic.** A row is cut into at most 160 chunks of ``CHUNK`` tokens, a function of V alone, each summed by
 one warp. Each chunk yields three numbers that do not depend on who computes them: its maximum ``c``, the sum
 of ``exp((x - c) / T)``, and the same sum without the children of the row's node. The row's law follows from
 these triples in a fixed order: ``m = max c``, weights ``exp((c - m) / T)``. So results are bit-identical
-alone, padded, permuted, in any batch and for any number of programs. Sums are trees of at most 76 roundings.
+alone, padded, permuted, in any batch and for any number of programs. Sums are trees of at most 55 roundings.
 With ``r = fl(log2(e) / T)`` a chunk's mass is ``exp2(fma(x, r, -k))``, ``k = fl(c * r)``, and its weight
 ``exp2(fma(-m, r, k))``: ``k`` cancels, so its rounding is no error, and the exponent is rounded once. Where
 ``|k| >= 1024`` or T is outside [2^-64, 2^64], and for the children, the mass is ``exp2(((x - c) * s) * r)``
@@ -42,14 +42,15 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels import launch
+from treeconv.kernels.bonus_token import draw_bonus
 from treeconv.kernels.filter_cuts import find_cut, is_kept, rest_of_cut, second_key, unit_shift
 from treeconv.kernels.published_words import as_float, first_two, last_one, publish, row_words
 from treeconv.kernels.row_chunks import (
     chunk_mass,
     chunk_weight,
+    load_chunk,
     maximum_key,
     prefetch,
-    running_sum,
     slow_mass,
     total,
     unordered,
@@ -104,6 +105,7 @@ def _verify_tree_kernel(
     PROBS: tl.constexpr,
     FILTERS: tl.constexpr,  # 0: none; 1: sequential order; 2: joint order
     SHIFT: tl.constexpr,  # low bits that carry nothing in an ordered key of these rows' dtype
+    EVEN: tl.constexpr,  # V is a multiple of CHUNK
     PTX: tl.constexpr,  # an NVIDIA device
 ):
     rank = tl.program_id(0)
@@ -127,6 +129,7 @@ def _verify_tree_kernel(
     lines = tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1)
     if PTX:  # the first chunk, on its way before anything else
         prefetch(rows_ptr + lines)
+    x = load_chunk(rows_ptr, rank, V, PROBS, CHUNK, EVEN)
     epoch = tl.load(epochs_ptr + b, volatile=True)
 
     greedy = False
@@ -154,14 +157,16 @@ def _verify_tree_kernel(
         filtered = ((top_k < V) | (top_p < 1.0) | (min_p > 0.0)) & (not greedy)
 
     nothing = tl.full([SLOTS], -1, tl.int32)
-    if rank == 0:  # this program writes the outputs, as the walk goes
-        tl.store(predicts_ptr + slots, nothing, mask=slots < N)
-        for filled in range(0, depth_cap, SLOTS):
-            tl.store(accept_index_ptr + filled + slots, nothing, mask=filled + slots < depth_cap)
-        tl.debug_barrier()
-        tl.store(accept_index_ptr, b * N)
-    low_bytes, high_bytes, low, high = hops(sibling_ptr, N, JUMP)
-
+    nodes = tl.full([32], -1, tl.int32)
+    tokens = nodes
+    child_x = tl.zeros([32], rows_ptr.dtype.element_ty)
+    low_bytes = nodes
+    high_bytes = nodes
+    low = nodes
+    high = nodes
+    rest = -1
+    left = N
+    coin = 0.0
     cap = tl.minimum(depth_cap, N)
     node = 0
     used = 1  # accept slots filled, the root's included
@@ -171,6 +176,7 @@ def _verify_tree_kernel(
     last_chunk = 0  # where the bonus token is, what precedes it there, and the row's maximum
     last_base = 0.0
     last_top = 0.0
+    last_key = 0
     residual_sum = 0.0
     cut = 0  # what a filter keeps of the last row: units above the cut, and at it tokens up to cut_id
     cut_ties = 0
@@ -183,18 +189,11 @@ def _verify_tree_kernel(
         tag = epoch + step
         row_ptr = rows_ptr + node.to(tl.int64) * stride_n
         words = row_words(words_ptr, step)
-        first_index = rank * CHUNK + offsets
-        x = tl.load(row_ptr + first_index, mask=first_index < V, other=NO_MASS)
-        nodes, tokens, rest, left = siblings(
-            sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, follow(child_ptr, node, N), N, N, V, JUMP
-        )
-        child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
-        coin = tl.load(coins_ptr + node)
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
             mass = x.to(tl.float32)
-            next_index = (chunk + programs) * CHUNK + offsets
-            x = tl.load(row_ptr + next_index, mask=next_index < V, other=NO_MASS)
+            if chunk + programs < chunks:
+                x = load_chunk(row_ptr, chunk + programs, V, PROBS, CHUNK, EVEN)
             second = 0
             if PROBS:
                 bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
@@ -223,6 +222,21 @@ def _verify_tree_kernel(
             key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
             publish(words, 0, chunk, key, tag)
             publish(words, 1, chunk, sum_bits, tag)
+            if chunk == rank:  # the tree's part, while the others wait for this program's words
+                if step == 0:
+                    low_bytes, high_bytes, low, high = hops(sibling_ptr, N, JUMP)
+                    if rank == 0:  # this program writes the outputs, as the walk goes
+                        tl.store(predicts_ptr + slots, nothing, mask=slots < N)
+                        for filled in range(0, depth_cap, SLOTS):
+                            tl.store(accept_index_ptr + filled + slots, nothing, mask=filled + slots < depth_cap)
+                        tl.debug_barrier()
+                        tl.store(accept_index_ptr, b * N)
+                nodes, tokens, rest, left = siblings(
+                    sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, follow(child_ptr, node, N),
+                    N, N, V, JUMP,
+                )  # fmt: skip
+                child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+                coin = tl.load(coins_ptr + node)
             # Waited for only where the walk ends, or to find a filter's cut.
             rest_bits = tl.where(filtered, second, sum_bits)
             if (not greedy) & (not filtered):
@@ -337,6 +351,7 @@ def _verify_tree_kernel(
                         final = tl.max(tl.where(residual > 0.0, place, 0), 0)
                         last_chunk = tl.where(last_chunk == _BIG, final, last_chunk)
                         last_base = tl.sum(tl.where(place == last_chunk - 1, prefix, 0.0), 0)
+                        last_key = tl.max(tl.where(place == last_chunk, keys, -0x80000000), 0)
                         last_top = top
             if chosen >= 0:
                 if rank == 0:
@@ -344,37 +359,27 @@ def _verify_tree_kernel(
                     tl.store(accept_index_ptr + used, b * N + chosen)
                 node = chosen
                 used += 1
+                x = load_chunk(rows_ptr + node.to(tl.int64) * stride_n, rank, V, PROBS, CHUNK, EVEN)
 
     # 3. the bonus token
     gone = tl.atomic_add(epochs_ptr + MAX_B + b, 1, sem="relaxed", scope="gpu")
     if rank == 0:
         if (status == 0) & (not greedy):
-            start = last_chunk * CHUNK
-            index = start + offsets
-            x = tl.load(rows_ptr + node.to(tl.int64) * stride_n + index, mask=index < V, other=NO_MASS)
             nodes, tokens, rest, left = siblings(
-                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, follow(child_ptr, node, N), N, N, V, JUMP
-            )
-            mass = x.to(tl.float32)
-            if FILTERS:
-                kept = is_kept(mass, index, cut, cut_id, SHIFT) | (not filtered)
+                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, follow(child_ptr, node, N),
+                N, N, V, JUMP,
+            )  # fmt: skip
+            chunk_top = unordered(last_key)
             weight = tl.full([], 1.0, tl.float32)
             if not PROBS:
-                top = unordered(maximum_key(mass, VEC))
-                mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
-                weight = chunk_weight(top, last_top, before, after, rate, limit, PTX)
-            if FILTERS:
-                mass = tl.where(kept, mass, 0.0)
-            if used < cap:
-                mass, _ = without(
-                    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr,
-                    low_bytes, high_bytes, low, high, N, V, CHUNK, JUMP, PTX,
-                )  # fmt: skip
+                weight = chunk_weight(chunk_top, last_top, before, after, rate, limit, PTX)
             goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
-            prefix = last_base.to(tl.float64) + running_sum(mass, VEC) * weight.to(tl.float64)
-            bonus = tl.min(tl.where((mass > 0.0) & (prefix > goal), index, _BIG), 0)
-            if bonus == _BIG:
-                bonus = tl.max(tl.where(mass > 0.0, index, 0), 0)
+            bonus = draw_bonus(
+                rows_ptr + node.to(tl.int64) * stride_n, last_chunk * CHUNK, V, chunk_top,
+                last_base.to(tl.float64), weight.to(tl.float64), goal, before, after, rate, limit, filtered, cut,
+                cut_id, used < cap, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low,
+                high, N, CHUNK, VEC, SHIFT, JUMP, PROBS, FILTERS, PTX,
+            )  # fmt: skip
         if status == 0:
             tl.store(predicts_ptr + node, bonus)
         else:
@@ -477,6 +482,7 @@ def verify_tree(
         PROBS=temperature is None,
         FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
         SHIFT=unit_shift(rows.dtype),
+        EVEN=V % chunk == 0,
         PTX=not INTERPRETED and torch.version.hip is None,
         num_warps=1,
         maxnreg=launch.REGISTERS,
