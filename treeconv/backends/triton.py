@@ -216,8 +216,10 @@ class TritonBackend:
             raise InvalidArgument(
                 f"plan.programs={plan.programs}, but must be 1 in the interpreter: it runs one at a time"
             )
-        elif not 1 <= plan.programs <= MAX_CHUNKS:
-            raise InvalidArgument(f"plan.programs={plan.programs}, but must be in [1, {MAX_CHUNKS}]")
+        elif not 1 <= plan.programs - plan.leads <= MAX_CHUNKS:
+            raise InvalidArgument(
+                f"plan.programs={plan.programs}, but must be in [1, {MAX_CHUNKS}], and one more where one leads"
+            )
         if out is None:
             out = self.empty_output(batch, depth_cap)
         else:

@@ -24,11 +24,19 @@ import torch
 import triton
 import triton.language as tl
 
-from treeconv.kernels.published_words import as_float, first_two, last_one, publish, row_words
+from treeconv.kernels.published_words import as_float, command, first_two, last_one, publish
 from treeconv.kernels.row_chunks import maximum_key, ordered, slow_mass, total, unordered
 from treeconv.kernels.sibling_lists import siblings, without
 
-__all__ = ["find_cut", "is_kept", "rest_of_cut", "second_key", "unit_shift"]
+__all__ = [
+    "find_cut",
+    "is_kept",
+    "publish_rest",
+    "publish_tails",
+    "rest_of_cut",
+    "second_key",
+    "unit_shift",
+]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 _LOW = tl.constexpr(-0x80000000)  # below every unit
@@ -88,18 +96,19 @@ def _threshold(low, span, which, count):
 
 
 @triton.jit
-def _publish_tails(
-    row_ptr, words_ptr, tag, rank, programs, chunks, V, low, span, stage, top, before, after, rate,
+def publish_tails(
+    row_ptr, words_ptr, tag, mine, stride, chunks, V, low, high, stage, top, before, after, rate,
     CHUNK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish what each chunk has above some units.
 
-    At ``_COUNT`` tokens above six thresholds, two a word; at ``_WEIGH`` masses above three; else, with span
-    0, the mass above ``low``, the same, and tokens above ``low`` beside those at it.
+    At ``COUNT`` tokens above six thresholds in ``[low, high]``, two a word; at ``WEIGH`` masses above three;
+    else, where ``high`` is ``low``, the mass above it, the same, and tokens above it beside those at it.
     """
+    span = high.to(tl.int64) - low
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     BLOCK: tl.constexpr = _BLOCK
-    for chunk in range(rank, chunks, programs):
+    for chunk in range(mine, chunks, stride):
         n0 = tl.zeros([BLOCK], tl.int32)
         n1 = n0
         n2 = n0
@@ -161,7 +170,7 @@ def _nth_tie(row_ptr, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constex
 
 @triton.jit
 def find_cut(
-    row_ptr, words_ptr, epoch, step, rank, programs, chunks, V, keys, peaks, row_sum, top_key, top_k, top_p,
+    row_ptr, words_ptr, order_ptr, epoch, step, mine, stride, chunks, V, keys, peaks, row_sum, top_key, top_k, top_p,
     min_p, temperature, before, after, rate, WORDS: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
     SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +180,7 @@ def find_cut(
     tie), the mass that is kept, and the step.
     """
     place = tl.arange(0, WORDS)
-    seconds = last_one(row_words(words_ptr, step), epoch + step, chunks, WORDS) >> SHIFT
+    seconds = last_one(words_ptr, epoch + step, chunks, WORDS) >> SHIFT
     seconds = tl.where(place < chunks, seconds, _LOW)
     units = tl.where(place < chunks, keys >> SHIFT, _LOW)
     top_unit = top_key >> SHIFT
@@ -247,16 +256,17 @@ def find_cut(
                     stage = _LAST
             if (stage == _WEIGH) & (low >= high):
                 stage = _LAST
+            ceiling = tl.where((stage == _COUNT) | (stage == _WEIGH), high, low)
+            span = ceiling.to(tl.int64) - low
             step += 1
             tag = epoch + step
-            words = row_words(words_ptr, step)
-            span = tl.where((stage == _COUNT) | (stage == _WEIGH), high.to(tl.int64) - low, 0)
-            _publish_tails(
-                row_ptr, words, tag, rank, programs, chunks, V, low, span, stage, top, before, after, rate,
+            command(order_ptr, tag, stage, low, ceiling, top_key)
+            publish_tails(
+                row_ptr, words_ptr, tag, mine, stride, chunks, V, low, ceiling, stage, top, before, after, rate,
                 CHUNK, VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
-            first, second = first_two(words, tag, chunks, WORDS)
-            third = last_one(words, tag, chunks, WORDS)
+            first, second = first_two(words_ptr, tag, chunks, WORDS)
+            third = last_one(words_ptr, tag, chunks, WORDS)
             if stage == _COUNT:
                 start = low
                 for which in tl.static_range(6):
@@ -297,22 +307,17 @@ def find_cut(
 
 
 @triton.jit
-def rest_of_cut(
-    row_ptr, words_ptr, epoch, step, rank, programs, chunks, V, N, cut, cut_ties, cut_id, tested, top, before,
-    after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high,
-    WORDS: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr,
-    PROBS: tl.constexpr, PTX: tl.constexpr,
+def publish_rest(
+    row_ptr, words_ptr, tag, mine, stride, chunks, V, N, cut, tested, top, before, after, rate, tokens, rest,
+    left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """What a cut row leaves for the bonus, by chunk ([WORDS] float32), and the step.
+    """Publish each chunk's mass above a cut, without the children if they were ``tested``, and tokens at it.
 
-    Without the children if they were ``tested``; ``tokens``, ``rest`` and ``left`` are their first block.
+    ``tokens``, ``rest`` and ``left`` are the children's first block.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    place = tl.arange(0, WORDS)
-    step += 1
-    tag = epoch + step
-    words = row_words(words_ptr, step)
-    for chunk in range(rank, chunks, programs):
+    for chunk in range(mine, chunks, stride):
         count = tl.zeros([_BLOCK], tl.int32)
         mass = tl.zeros([_BLOCK], tl.float32)
         for start in range(chunk * CHUNK, chunk * CHUNK + CHUNK, _BLOCK):
@@ -327,12 +332,22 @@ def rest_of_cut(
                     high, N, V, _BLOCK, JUMP, PTX,
                 )  # fmt: skip
             mass += above
-        publish(words, 0, chunk, total(mass, VEC), tag)
-        publish(words, 1, chunk, tl.sum(count, 0), tag)
+        publish(words_ptr, 0, chunk, total(mass, VEC).to(tl.int32, bitcast=True), tag)
+        publish(words_ptr, 1, chunk, tl.sum(count, 0), tag)
 
+
+@triton.jit
+def rest_of_cut(
+    row_ptr, words_ptr, tag, chunks, V, N, cut, cut_ties, cut_id, tested, top, before, after, rate, tokens, rest,
+    left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, WORDS: tl.constexpr,
+    CHUNK: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """What a cut row leaves for the bonus, by chunk ([WORDS] float32), once :func:`publish_rest` is through."""
+    NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
+    place = tl.arange(0, WORDS)
     # Kept children at the cut, by chunk: whole tokens, so that their mass is not lost in a difference.
     gone = tl.zeros([WORDS], tl.int32)
-    more = tl.where(tested, 1, 0)
+    more = tested
     while more == 1:
         child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS).to(tl.float32)
         at_cut = (tokens >= 0) & (tokens <= cut_id) & (_unit(child_x, SHIFT) == cut)
@@ -345,8 +360,7 @@ def rest_of_cut(
             _, tokens, rest, left = siblings(
                 sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, rest, left, N, V, JUMP
             )
-
-    masses, ties = first_two(words, tag, chunks, WORDS)
+    masses, ties = first_two(words_ptr, tag, chunks, WORDS)
     kept_ties = tl.minimum(tl.maximum(cut_ties - (tl.cumsum(ties, 0) - ties), 0), ties)
     each = _mass(_value(cut, SHIFT), top, before, after, rate, PROBS, PTX)
-    return as_float(masses) + (kept_ties - gone).to(tl.float32) * each, step
+    return as_float(masses) + (kept_ties - gone).to(tl.float32) * each

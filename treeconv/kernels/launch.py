@@ -8,6 +8,7 @@ import torch
 import triton
 
 __all__ = [
+    "CHUNK",
     "JUMP_LIMIT",
     "MAX_BATCH",
     "MAX_CHUNKS",
@@ -17,7 +18,6 @@ __all__ = [
     "WARPS_PER_SM",
     "LaunchPlan",
     "Workspace",
-    "chunk_size",
     "launch_plan",
     "vector_size",
 ]
@@ -26,8 +26,8 @@ MAX_BATCH = 1024
 MAX_NODES = 1024
 MAX_VOCAB = 262144
 
-MAX_CHUNKS = 160  # at most, per row
-_CHUNK = 1024
+CHUNK = 1024  # tokens that one warp sums at a time
+MAX_CHUNKS = MAX_VOCAB // CHUNK  # per row
 REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 warps
 WARPS_PER_SM = 16
 JUMP_LIMIT = 64  # N up to which sibling lists are followed through tables in registers
@@ -39,18 +39,16 @@ class LaunchPlan:
     """How a launch is cut up; a function of shapes and of the device alone. Never changes a result.
 
     Args:
-        programs: one-warp programs per request, >= 1, at most the row's chunks.
+        programs: one-warp programs per request, >= 1, at most the row's chunks and one more.
+
+        leads: whether the first program sums no chunks, but only decides; then there are two at least.
 
         guesses: children of each visited node whose rows are asked for ahead of the decision, >= 0.
     """
 
     programs: int
+    leads: bool = False
     guesses: int = 1
-
-
-def chunk_size(V: int) -> int:
-    """Tokens per chunk, what one warp sums at a time: a power of two that cuts a row into at most 160."""
-    return _CHUNK if V <= MAX_CHUNKS * _CHUNK else 2 * _CHUNK
 
 
 def vector_size(rows: torch.Tensor) -> int:
@@ -66,20 +64,23 @@ def launch_plan(B: int, V: int, multiprocessors: int) -> LaunchPlan:
     a multiprocessor which the kernel's register limit lets be co-resident. With warps to spare, bandwidth
     is to spare as well, and more than the likeliest next row is asked for.
     """
-    chunks = triton.cdiv(V, chunk_size(V))
+    chunks = triton.cdiv(V, CHUNK)
     share = max(1, WARPS_PER_SM * multiprocessors // B)
     programs = triton.cdiv(chunks, triton.cdiv(chunks, min(share, chunks)))  # no more than finish as soon
-    return LaunchPlan(programs, guesses=min(max(share // chunks, 1), _MAX_GUESSES))
+    leads = share > programs
+    guesses = min(max(share // chunks, 1), _MAX_GUESSES)
+    return LaunchPlan(programs + leads, leads, guesses)
 
 
 class Workspace:
-    """Scratch for one stream of launches on one device; 7.9 MB, whatever N and V.
+    """Scratch for one stream of launches on one device; 6.3 MB, whatever N and V.
 
-    Holds the published words and the epochs. Launches that use it must not overlap in time.
+    Holds the published words, the commands and the epochs. Launches that use it must not overlap in time.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
         # place shared between requests could hold another's word under the very tag that is waited for.
-        self.words = torch.full((MAX_BATCH, 2, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
-        self.epochs = torch.zeros((2, MAX_BATCH), dtype=torch.int32, device=device)
+        self.words = torch.full((MAX_BATCH, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
+        self.orders = torch.full((MAX_BATCH, 4), -1, dtype=torch.int64, device=device)
+        self.epochs = torch.zeros(MAX_BATCH, dtype=torch.int32, device=device)

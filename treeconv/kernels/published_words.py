@@ -1,7 +1,8 @@
 """How the programs of a request tell each other what they summed: *Co-operation* in :mod:`.verify_tree`.
 
-Device functions only. A row's words are ``[3, MAX_CHUNKS]`` int64: three kinds, each one 32-bit payload per
-chunk over a 32-bit tag.
+Device functions only. Words are int64, each a 32-bit payload over a 32-bit tag. A request has three kinds of
+``MAX_CHUNKS`` words, one a chunk, which its programs write and the first one reads, and four words of one
+memory sector by which that one tells the others what to do next: an operation and three arguments.
 """
 
 from __future__ import annotations
@@ -11,22 +12,20 @@ import triton.language as tl
 
 from treeconv.kernels.launch import MAX_CHUNKS
 
-__all__ = ["as_float", "first_two", "last_one", "publish", "row_words"]
+__all__ = ["as_float", "command", "first_two", "last_one", "order", "publish"]
 
 _PITCH = tl.constexpr(MAX_CHUNKS)
 
 
 @triton.jit
-def row_words(words_ptr, step):
-    """Where a step's words are, in a request's two places."""
-    return words_ptr + (step & 1) * (3 * _PITCH)
+def _word(bits, tag):
+    return (bits.to(tl.int64) << 32) | (tag.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def publish(words_ptr, KIND: tl.constexpr, chunk, bits, tag):
-    """Store one payload, int32 or float32, under a tag."""
-    word = (bits.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (tag.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(words_ptr + KIND * _PITCH + chunk, word)
+    """Store one int32 payload under a tag."""
+    tl.store(words_ptr + KIND * _PITCH + chunk, _word(bits, tag))
 
 
 @triton.jit
@@ -62,3 +61,26 @@ def last_one(words_ptr, tag, chunks, WORDS: tl.constexpr):
     while tl.max(_late(third, inside, tag), 0) == 1:
         third = tl.load(words_ptr + 2 * _PITCH + lane, mask=inside, other=0, volatile=True)
     return (third >> 32).to(tl.int32)
+
+
+@triton.jit
+def command(order_ptr, tag, operation, first, second, third):
+    """Tell the other programs what to do in the step of this tag: four int32."""
+    lane = tl.arange(0, 4)
+    bits = tl.where(lane < 2, tl.where(lane == 0, operation, first), tl.where(lane == 2, second, third))
+    tl.store(order_ptr + lane, _word(bits, tag))
+
+
+@triton.jit
+def order(order_ptr, tag):
+    """Wait for the step's command: its operation and arguments."""
+    lane = tl.arange(0, 4)
+    words = tl.load(order_ptr + lane, volatile=True)
+    while tl.max(tl.where(words.to(tl.int32) != tag, 1, 0), 0) == 1:
+        words = tl.load(order_ptr + lane, volatile=True)
+    bits = (words >> 32).to(tl.int32)
+    operation = tl.sum(tl.where(lane == 0, bits, 0), 0)
+    first = tl.sum(tl.where(lane == 1, bits, 0), 0)
+    second = tl.sum(tl.where(lane == 2, bits, 0), 0)
+    third = tl.sum(tl.where(lane == 3, bits, 0), 0)
+    return operation, first, second, third

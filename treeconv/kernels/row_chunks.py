@@ -118,9 +118,12 @@ def chunk_mass(x, top, before, after, rate, limit, PTX: tl.constexpr):
 @triton.jit
 def chunk_weight(chunk_top, top, before, after, rate, limit, PTX: tl.constexpr):
     """What turns masses from :func:`chunk_mass` into masses relative to the row's maximum ``top``."""
-    fast = tl.abs(chunk_top) * rate < limit
-    exponent = tl.fma(top + tl.zeros_like(chunk_top), -rate, chunk_top * rate)
-    return tl.where(fast, _exp2(exponent, PTX), slow_mass(chunk_top, top, before, after, rate, PTX))
+    # Where a chunk has no mass, its maximum -inf, either way gives 0.
+    fast = (tl.abs(chunk_top) * rate < limit) | (chunk_top == float("-inf"))
+    weight = _exp2(tl.fma(top + tl.zeros_like(chunk_top), -rate, chunk_top * rate), PTX)
+    if tl.max(tl.where(fast, 0, 1), 0) == 1:
+        weight = tl.where(fast, weight, slow_mass(chunk_top, top, before, after, rate, PTX))
+    return weight
 
 
 @triton.jit

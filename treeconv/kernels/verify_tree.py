@@ -8,8 +8,7 @@ counts as -1, every loop is bounded by N, a candidate outside ``[0, V)`` has mas
 kernel hang or leave its buffers. A row that the walk does not visit never influences anything (its lines may
 be prefetched into the L2 cache; the logits of a visited row's children are read).
 
-**Arithmetic.** A row is cut into at most 160 chunks of ``CHUNK`` tokens, a function of V alone, each summed by
-one warp. Each chunk yields three numbers that do not depend on who computes them: its maximum ``c``, the sum
+**Arithmetic.** A row is cut into chunks of 1024 tokens, each summed by one warp. Each chunk yields three numbers that do not depend on who computes them: its maximum ``c``, the sum
 of ``exp((x - c) / T)``, and the same sum without the children of the row's node. The row's law follows from
 these triples in a fixed order: ``m = max c``, weights ``exp((c - m) / T)``. So results are bit-identical
 alone, padded, permuted, in any batch and for any number of programs. Sums are trees of at most 55 roundings.
@@ -23,14 +22,15 @@ blocks of 32, and S the row's sum (1 for probabilities). This and ``cumsum(t) > 
 float64, where the product of two float32 is exact: on dyadic probabilities the whole walk is exact.
 
 **Co-operation.** The grid is (programs, B), a program one warp, so that no reduction leaves a warp. The
-programs of a request split the chunks of each row that the walk visits. What a chunk yields is published as
+programs of a request split the chunks of each row that the walk visits, and publish what a chunk yields as
 64-bit words, each a payload beside a 32-bit tag, so that one poll tells that it is there and what it is: no
-fence, no counter. Tags do not repeat (an epoch per request, advanced by the last program to leave; they would
-after 2^32 rows), so nothing is cleared between calls and replays. Rows alternate between two places in
-scratch: no program writes a place before every program of the request has read what it held. All programs
-take the same decisions from the same words; the first one writes the outputs. Progress needs the programs of
-one request to be co-resident: :func:`~.launch.launch_plan` sees to it. Two launches that may overlap in time
-must not share a workspace.
+fence, no counter. The first program reads them, decides, writes the outputs, and publishes the next row for
+the others, who meanwhile sum what is left without the children. (All deciding alike would save that exchange,
+but then every program polls every word, and that takes longer.) Tags do not repeat: a request's steps are
+counted from an epoch, which the first program advances when it leaves; they would after 2^32 steps. So nothing
+is cleared between calls and replays. A word is overwritten only by a program that was told to, and it is told
+when all words were read; likewise the commands. Progress needs the programs of one request to be co-resident:
+:func:`~.launch.launch_plan` sees to it. Two launches that may overlap in time must not share a workspace.
 """
 
 from __future__ import annotations
@@ -43,8 +43,23 @@ import triton.language as tl
 
 from treeconv.kernels import launch
 from treeconv.kernels.bonus_token import draw_bonus
-from treeconv.kernels.filter_cuts import find_cut, is_kept, rest_of_cut, second_key, unit_shift
-from treeconv.kernels.published_words import as_float, first_two, last_one, publish, row_words
+from treeconv.kernels.filter_cuts import (
+    find_cut,
+    is_kept,
+    publish_rest,
+    publish_tails,
+    rest_of_cut,
+    second_key,
+    unit_shift,
+)
+from treeconv.kernels.published_words import (
+    as_float,
+    command,
+    first_two,
+    last_one,
+    order,
+    publish,
+)
 from treeconv.kernels.row_chunks import (
     chunk_mass,
     chunk_weight,
@@ -68,9 +83,12 @@ _INF_KEY = tl.constexpr(0x7F800000)
 _EMPTY_KEY = tl.constexpr(-0x7F800001)  # -inf
 _NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
 _BIG = tl.constexpr(1 << 30)  # above every token
+_REST = tl.constexpr(5)  # commands, beside the stages of a filter's search: sum what a cut leaves,
+_ROW = tl.constexpr(6)  # sum a row,
+_END = tl.constexpr(7)  # leave
 
 
-@triton.jit(do_not_specialize=["N", "depth_cap", "chunks", "guesses"])  # Triton 3.6 fails to compile N = 1
+@triton.jit(do_not_specialize=["N", "depth_cap", "chunks", "leads", "guesses"])  # Triton 3.6 fails to compile N = 1
 def _verify_tree_kernel(
     candidates_ptr,  # [B, N] int64, contiguous
     child_ptr,  # [B, N] int64, contiguous: retrieve_next_token
@@ -86,22 +104,23 @@ def _verify_tree_kernel(
     accept_num_ptr,  # [B] int32, out
     predicts_ptr,  # [B * N] int32, out
     status_ptr,  # [B] int32, out
-    words_ptr,  # [MAX_B, 2, 3, MAX_CHUNKS] int64, scratch
-    epochs_ptr,  # [2, MAX_B] int32, scratch: epoch, programs that left
+    words_ptr,  # [MAX_B, 3, MAX_CHUNKS] int64, scratch
+    order_ptr,  # [MAX_B, 4] int64, scratch
+    epochs_ptr,  # [MAX_B] int32, scratch
     N,  # slots per tree
     V,  # vocabulary
     depth_cap,  # accept slots per request
     stride_b,  # elements
     stride_n,  # elements
     chunks,  # cdiv(V, CHUNK)
+    leads,  # 1 where the first program sums no chunks, else 0
     guesses,  # children whose rows are prefetched
     SLOTS: tl.constexpr,  # power of two >= N
     WORDS: tl.constexpr,  # power of two >= chunks, at least 32
-    PLACES: tl.constexpr,  # words of a request: 2 * 3 * MAX_CHUNKS
+    PLACES: tl.constexpr,  # words of a request: 3 * MAX_CHUNKS
     CHUNK: tl.constexpr,  # tokens
     VEC: tl.constexpr,  # elements of one load
     JUMP: tl.constexpr,  # N <= 64: sibling lists by tables in registers
-    MAX_B: tl.constexpr,
     PROBS: tl.constexpr,
     FILTERS: tl.constexpr,  # 0: none; 1: sequential order; 2: joint order
     SHIFT: tl.constexpr,  # low bits that carry nothing in an ordered key of these rows' dtype
@@ -109,7 +128,7 @@ def _verify_tree_kernel(
     PTX: tl.constexpr,  # an NVIDIA device
 ):
     rank = tl.program_id(0)
-    programs = tl.num_programs(0)
+    stride = tl.num_programs(0) - leads
     b = tl.program_id(1)
     lane = tl.arange(0, 32)
     place = tl.arange(0, WORDS)
@@ -126,10 +145,12 @@ def _verify_tree_kernel(
     accept_index_ptr += b64 * depth_cap
     rows_ptr += b64 * stride_b
     words_ptr += b64 * PLACES
-    lines = tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1)
+    order_ptr += b64 * 4
+    mine = tl.where(rank < leads, chunks, rank - leads)  # this program's first chunk
+    lines = tl.minimum(mine * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1)
     if PTX:  # the first chunk, on its way before anything else
         prefetch(rows_ptr + lines)
-    x = load_chunk(rows_ptr, rank, V, PROBS, CHUNK, EVEN)
+    x = load_chunk(rows_ptr, tl.minimum(mine, chunks - 1), V, PROBS, CHUNK, EVEN)
     epoch = tl.load(epochs_ptr + b, volatile=True)
 
     greedy = False
@@ -173,9 +194,9 @@ def _verify_tree_kernel(
     step = -1
     status = 0
     bonus = 0  # greedy: the argmax of the last row
-    last_chunk = 0  # where the bonus token is, what precedes it there, and the row's maximum
+    last_chunk = 0  # where the bonus token is, what precedes it there, and its weight
     last_base = 0.0
-    last_top = 0.0
+    last_weight = 1.0
     last_key = 0
     residual_sum = 0.0
     cut = 0  # what a filter keeps of the last row: units above the cut, and at it tokens up to cut_id
@@ -188,12 +209,24 @@ def _verify_tree_kernel(
         step += 1
         tag = epoch + step
         row_ptr = rows_ptr + node.to(tl.int64) * stride_n
-        words = row_words(words_ptr, step)
-        for chunk in range(rank, chunks, programs):
+        if rank == 0:
+            if step == 0:
+                low_bytes, high_bytes, low, high = hops(sibling_ptr, N, JUMP)
+                tl.store(predicts_ptr + slots, nothing, mask=slots < N)
+                for filled in range(0, depth_cap, SLOTS):
+                    tl.store(accept_index_ptr + filled + slots, nothing, mask=filled + slots < depth_cap)
+                tl.debug_barrier()
+                tl.store(accept_index_ptr, b * N)
+            nodes, tokens, rest, left = siblings(
+                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, follow(child_ptr, node, N), N, N, V, JUMP
+            )
+            child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+            coin = tl.load(coins_ptr + node)
+        for chunk in range(mine, chunks, stride):
             start = chunk * CHUNK
             mass = x.to(tl.float32)
-            if chunk + programs < chunks:
-                x = load_chunk(row_ptr, chunk + programs, V, PROBS, CHUNK, EVEN)
+            if chunk + stride < chunks:
+                x = load_chunk(row_ptr, chunk + stride, V, PROBS, CHUNK, EVEN)
             second = 0
             if PROBS:
                 bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
@@ -220,23 +253,15 @@ def _verify_tree_kernel(
                         bad = unusable(row_ptr, start, V, CHUNK, PTX)
                     sum_bits = chunk_sum.to(tl.int32, bitcast=True)
             key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
-            publish(words, 0, chunk, key, tag)
-            publish(words, 1, chunk, sum_bits, tag)
-            if chunk == rank:  # the tree's part, while the others wait for this program's words
+            publish(words_ptr, 0, chunk, key, tag)
+            publish(words_ptr, 1, chunk, sum_bits, tag)
+            if (chunk == mine) & (rank > 0):  # the children, while the first program reads that
                 if step == 0:
                     low_bytes, high_bytes, low, high = hops(sibling_ptr, N, JUMP)
-                    if rank == 0:  # this program writes the outputs, as the walk goes
-                        tl.store(predicts_ptr + slots, nothing, mask=slots < N)
-                        for filled in range(0, depth_cap, SLOTS):
-                            tl.store(accept_index_ptr + filled + slots, nothing, mask=filled + slots < depth_cap)
-                        tl.debug_barrier()
-                        tl.store(accept_index_ptr, b * N)
                 nodes, tokens, rest, left = siblings(
                     sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, follow(child_ptr, node, N),
                     N, N, V, JUMP,
                 )  # fmt: skip
-                child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
-                coin = tl.load(coins_ptr + node)
             # Waited for only where the walk ends, or to find a filter's cut.
             rest_bits = tl.where(filtered, second, sum_bits)
             if (not greedy) & (not filtered):
@@ -246,7 +271,7 @@ def _verify_tree_kernel(
                 )  # fmt: skip
                 if found == 1:
                     rest_bits = total(mass, VEC).to(tl.int32, bitcast=True)
-            publish(words, 2, chunk, rest_bits, tag)
+            publish(words_ptr, 2, chunk, rest_bits, tag)
         if PTX:  # the likeliest next rows, on their way to L2 while waiting
             if used < cap:
                 for guess in range(guesses):
@@ -254,96 +279,104 @@ def _verify_tree_kernel(
                     if next_node >= 0:
                         prefetch(rows_ptr + next_node.to(tl.int64) * stride_n + lines)
 
-        # 2. one step of the walk, from the published words
-        keys, sums = first_two(words, tag, chunks, WORDS)
-        keys = tl.where(place < chunks, keys, -0x80000000)
-        top_key = tl.max(keys, 0)
-        if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
-            status = tl.where(top_key == _NAN_KEY, 1, tl.where(top_key == _INF_KEY, 2, 3))
-            active = 0
-        else:
-            top = unordered(top_key)
-            weight = tl.where(place < chunks, 1.0, 0.0)
-            row_sum = tl.full([], 1.0, tl.float32)
-            if greedy:
-                bonus = tl.min(tl.where(keys == top_key, sums, _BIG), 0)
+        # 2. the first program: one step of the walk
+        if rank == 0:
+            keys, sums = first_two(words_ptr, tag, chunks, WORDS)
+            keys = tl.where(place < chunks, keys, -0x80000000)
+            top_key = tl.max(keys, 0)
+            if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
+                status = tl.where(top_key == _NAN_KEY, 1, tl.where(top_key == _INF_KEY, 2, 3))
+                active = 0
             else:
-                if not PROBS:
-                    weight *= chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
-                    weight = tl.where(place < chunks, weight, 0.0)
-                    row_sum = tl.sum(as_float(sums) * weight, 0)
-            if FILTERS:
-                if filtered:
-                    if PROBS:
-                        weight = tl.where(keys > 0, unordered(keys), 0.0)
-                        row_sum = tl.sum(as_float(sums), 0)
-                    cut, cut_ties, cut_id, row_sum, step = find_cut(
-                        row_ptr, words_ptr, epoch, step, rank, programs, chunks, V, keys, weight, row_sum, top_key,
-                        top_k, top_p, min_p, temperature, before, after, rate, WORDS, CHUNK, VEC, SHIFT,
-                        FILTERS == 2, PROBS, PTX,
-                    )  # fmt: skip
-
-            # 2a. the children, in order
-            acc = 0.0
-            hit = _NEVER
-            last = -1  # the last child of positive mass
-            turned = 0  # whether these are no longer the first children
-            testing = tl.where(used < cap, 1, 0)
-            while testing == 1:
-                p = child_x.to(tl.float32)
-                if FILTERS:
-                    kept = is_kept(p, tokens, cut, cut_id, SHIFT) | (not filtered)
-                if not PROBS:
-                    p = slow_mass(p, top, before, after, rate, PTX)
-                    p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
-                if FILTERS:
-                    p = tl.where(kept, p, 0.0)
-                prefix = acc + tl.cumsum(p, 0)
-                packed = (lane << 10) | nodes
-                accepts = prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64)
-                hit = tl.min(tl.where((p > 0.0) & accepts, packed, _NEVER), 0)
-                testing = 0
-                if hit == _NEVER:
-                    block_last = tl.max(tl.where(p > 0.0, packed, -1), 0)
-                    last = tl.where(block_last >= 0, block_last & 0x3FF, last)
-                    if rest >= 0:
-                        testing = 1
-                        turned = 1
-                        acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
-                        nodes, tokens, rest, left = siblings(
-                            sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, rest, left, N, V, JUMP
-                        )
-                        child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
-
-            # 2b. accept, or end the walk
-            chosen = hit & 0x3FF
-            if hit == _NEVER:
-                residual = as_float(sums) * weight
+                top = unordered(top_key)
+                weight = tl.where(place < chunks, 1.0, 0.0)
+                row_sum = tl.full([], 1.0, tl.float32)
                 if greedy:
-                    residual_sum = tl.where(last >= 0, 0.0, 1.0)
+                    bonus = tl.min(tl.where(keys == top_key, sums, _BIG), 0)
                 else:
+                    if not PROBS:
+                        weight *= chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
+                        weight = tl.where(place < chunks, weight, 0.0)
+                        row_sum = tl.sum(as_float(sums) * weight, 0)
+                if FILTERS:
                     if filtered:
-                        if FILTERS:
-                            if turned == 1:
-                                nodes, tokens, rest, left = siblings(
-                                    sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high,
-                                    follow(child_ptr, node, N), N, N, V, JUMP,
-                                )  # fmt: skip
-                            residual, step = rest_of_cut(
-                                row_ptr, words_ptr, epoch, step, rank, programs, chunks, V, N, cut, cut_ties, cut_id,
-                                used < cap, top, before, after, rate, tokens, rest, left, sibling_ptr,
-                                candidates_ptr, low_bytes, high_bytes, low, high, WORDS, CHUNK, VEC, SHIFT, JUMP, PROBS, PTX,
-                            )  # fmt: skip
+                        if PROBS:
+                            weight = tl.where(keys > 0, unordered(keys), 0.0)
+                            row_sum = tl.sum(as_float(sums), 0)
+                        cut, cut_ties, cut_id, row_sum, step = find_cut(
+                            row_ptr, words_ptr, order_ptr, epoch, step, mine, stride, chunks, V, keys, weight, row_sum, top_key,
+                            top_k, top_p, min_p, temperature, before, after, rate, WORDS, CHUNK, VEC, SHIFT,
+                            FILTERS == 2, PROBS, PTX,
+                        )  # fmt: skip
+
+                # 2a. the children, in order
+                acc = 0.0
+                hit = _NEVER
+                last = -1  # the last child of positive mass
+                turned = 0  # whether these are no longer the first children
+                testing = tl.where(used < cap, 1, 0)
+                while testing == 1:
+                    p = child_x.to(tl.float32)
+                    if FILTERS:
+                        kept = is_kept(p, tokens, cut, cut_id, SHIFT) | (not filtered)
+                    if not PROBS:
+                        p = slow_mass(p, top, before, after, rate, PTX)
+                        p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
+                    if FILTERS:
+                        p = tl.where(kept, p, 0.0)
+                    prefix = acc + tl.cumsum(p, 0)
+                    packed = (lane << 10) | nodes
+                    accepts = prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64)
+                    hit = tl.min(tl.where((p > 0.0) & accepts, packed, _NEVER), 0)
+                    testing = 0
+                    if hit == _NEVER:
+                        block_last = tl.max(tl.where(p > 0.0, packed, -1), 0)
+                        last = tl.where(block_last >= 0, block_last & 0x3FF, last)
+                        if rest >= 0:
+                            testing = 1
+                            turned = 1
+                            acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
+                            nodes, tokens, rest, left = siblings(
+                                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, rest, left, N, V, JUMP
+                            )
+                            child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+
+                # 2b. accept, or end the walk
+                chosen = hit & 0x3FF
+                if hit == _NEVER:
+                    residual = as_float(sums) * weight
+                    if greedy:
+                        residual_sum = tl.where(last >= 0, 0.0, 1.0)
                     else:
-                        if used < cap:
-                            residual = as_float(last_one(words, tag, chunks, WORDS)) * weight
-                    residual_sum = tl.sum(residual, 0)
-                chosen = tl.where(residual_sum > 0.0, -1, last)
-                if chosen < 0:
-                    active = 0
-                    if residual_sum <= 0.0:
-                        status = 3  # only a row rewritten during the launch gets here
-                    if rank == 0:
+                        if filtered:
+                            if FILTERS:
+                                if turned == 1:
+                                    nodes, tokens, rest, left = siblings(
+                                        sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high,
+                                        follow(child_ptr, node, N), N, N, V, JUMP,
+                                    )  # fmt: skip
+                                step += 1
+                                tested = tl.where(used < cap, 1, 0)
+                                command(order_ptr, epoch + step, _REST, cut, tested, top_key)
+                                publish_rest(
+                                    row_ptr, words_ptr, epoch + step, mine, stride, chunks, V, N, cut, tested, top, before,
+                                    after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes,
+                                    low, high, CHUNK, VEC, SHIFT, JUMP, PROBS, PTX,
+                                )  # fmt: skip
+                                residual = rest_of_cut(
+                                    row_ptr, words_ptr, epoch + step, chunks, V, N, cut, cut_ties, cut_id, tested, top,
+                                    before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes,
+                                    high_bytes, low, high, WORDS, CHUNK, SHIFT, JUMP, PROBS, PTX,
+                                )  # fmt: skip
+                        else:
+                            if used < cap:
+                                residual = as_float(last_one(words_ptr, tag, chunks, WORDS)) * weight
+                        residual_sum = tl.sum(residual, 0)
+                    chosen = tl.where(residual_sum > 0.0, -1, last)
+                    if chosen < 0:
+                        active = 0
+                        if residual_sum <= 0.0:
+                            status = 3  # only a row rewritten during the launch gets here
                         goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
                         prefix = tl.cumsum(residual, 0)
                         over = (prefix.to(tl.float64) > goal) & (residual > 0.0)
@@ -352,17 +385,43 @@ def _verify_tree_kernel(
                         last_chunk = tl.where(last_chunk == _BIG, final, last_chunk)
                         last_base = tl.sum(tl.where(place == last_chunk - 1, prefix, 0.0), 0)
                         last_key = tl.max(tl.where(place == last_chunk, keys, -0x80000000), 0)
-                        last_top = top
-            if chosen >= 0:
-                if rank == 0:
+                        if not PROBS:
+                            last_weight = tl.sum(tl.where(place == last_chunk, weight, 0.0), 0)
+                if chosen >= 0:
+                    command(order_ptr, epoch + step + 1, _ROW, chosen, 0, 0)
                     tl.store(predicts_ptr + node, tl.load(candidates_ptr + chosen).to(tl.int32))
                     tl.store(accept_index_ptr + used, b * N + chosen)
-                node = chosen
-                used += 1
-                x = load_chunk(rows_ptr + node.to(tl.int64) * stride_n, rank, V, PROBS, CHUNK, EVEN)
+                    node = chosen
+            if active == 0:
+                command(order_ptr, epoch + step + 1, _END, 0, 0, 0)
+        # 3. the others: what it says
+        else:
+            operation = _REST
+            next_node = 0
+            while operation < _ROW:
+                step += 1
+                operation, next_node, argument, key = order(order_ptr, epoch + step)
+                if FILTERS:
+                    if operation == _REST:
+                        publish_rest(
+                            row_ptr, words_ptr, epoch + step, mine, stride, chunks, V, N, next_node, argument,
+                            unordered(key), before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr,
+                            low_bytes, high_bytes, low, high, CHUNK, VEC, SHIFT, JUMP, PROBS, PTX,
+                        )  # fmt: skip
+                    if operation < _REST:
+                        publish_tails(
+                            row_ptr, words_ptr, epoch + step, mine, stride, chunks, V, next_node, argument,
+                            operation, unordered(key), before, after, rate, CHUNK, VEC, SHIFT, PROBS, PTX,
+                        )  # fmt: skip
+            step -= 1  # the next row's
+            node = tl.where(operation == _ROW, next_node, node)
+            active = tl.where(operation == _ROW, 1, 0)
+        if active == 1:
+            used += 1
+            row_ptr = rows_ptr + node.to(tl.int64) * stride_n
+            x = load_chunk(row_ptr, tl.minimum(mine, chunks - 1), V, PROBS, CHUNK, EVEN)
 
-    # 3. the bonus token
-    gone = tl.atomic_add(epochs_ptr + MAX_B + b, 1, sem="relaxed", scope="gpu")
+    # 4. the bonus token
     if rank == 0:
         if (status == 0) & (not greedy):
             nodes, tokens, rest, left = siblings(
@@ -370,13 +429,10 @@ def _verify_tree_kernel(
                 N, N, V, JUMP,
             )  # fmt: skip
             chunk_top = unordered(last_key)
-            weight = tl.full([], 1.0, tl.float32)
-            if not PROBS:
-                weight = chunk_weight(chunk_top, last_top, before, after, rate, limit, PTX)
             goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
             bonus = draw_bonus(
                 rows_ptr + node.to(tl.int64) * stride_n, last_chunk * CHUNK, V, chunk_top,
-                last_base.to(tl.float64), weight.to(tl.float64), goal, before, after, rate, limit, filtered, cut,
+                last_base.to(tl.float64), last_weight.to(tl.float64), goal, before, after, rate, limit, filtered, cut,
                 cut_id, used < cap, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low,
                 high, N, CHUNK, VEC, SHIFT, JUMP, PROBS, FILTERS, PTX,
             )  # fmt: skip
@@ -388,11 +444,7 @@ def _verify_tree_kernel(
             tl.store(accept_index_ptr + slots, nothing, mask=slots < used)
         tl.store(accept_num_ptr + b, tl.where(status == 0, used - 1, 0))
         tl.store(status_ptr + b, status)
-
-    # 4. the last program to leave opens the next epoch; all of them counted the same steps
-    if gone == programs - 1:
-        tl.store(epochs_ptr + b, epoch + step + 1)
-        tl.store(epochs_ptr + MAX_B + b, 0)
+        tl.store(epochs_ptr + b, epoch + step + 2)
 
 
 INTERPRETED = not isinstance(_verify_tree_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 at import time
@@ -446,8 +498,7 @@ def verify_tree(
         filters: contiguous tensors on the same device, or None: then nothing of them is compiled in.
     """
     B, N, V = rows.shape
-    chunk = launch.chunk_size(V)
-    chunks = triton.cdiv(V, chunk)
+    chunks = triton.cdiv(V, launch.CHUNK)
     _verify_tree_kernel[(plan.programs, B)](
         candidates,
         retrieve_next_token,
@@ -464,6 +515,7 @@ def verify_tree(
         predicts,
         status,
         workspace.words,
+        workspace.orders,
         workspace.epochs,
         N,
         V,
@@ -471,18 +523,18 @@ def verify_tree(
         rows.stride(0),
         rows.stride(1),
         chunks,
+        int(plan.leads),
         plan.guesses,
         SLOTS=max(32, triton.next_power_of_2(N)),
         WORDS=max(32, triton.next_power_of_2(chunks)),
-        PLACES=6 * launch.MAX_CHUNKS,
-        CHUNK=chunk,
+        PLACES=3 * launch.MAX_CHUNKS,
+        CHUNK=launch.CHUNK,
         VEC=launch.vector_size(rows),
         JUMP=N <= launch.JUMP_LIMIT,
-        MAX_B=launch.MAX_BATCH,
         PROBS=temperature is None,
         FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
         SHIFT=unit_shift(rows.dtype),
-        EVEN=V % chunk == 0,
+        EVEN=V % launch.CHUNK == 0,
         PTX=not INTERPRETED and torch.version.hip is None,
         num_warps=1,
         maxnreg=launch.REGISTERS,
