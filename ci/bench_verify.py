@@ -120,9 +120,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 16, 64, 128])
     parser.add_argument("--vocab", type=int, default=163840)
     parser.add_argument("--nodes", type=int, default=64)
-    parser.add_argument("--sweep", default="", help='more plans to try, as "B:P,G;P,G B:P,G"')
+    parser.add_argument("--sweep", default="", help='more plans to try, as "B:P,L,G;P,L,G B:P,L,G"')
     parser.add_argument("--json", default="")
-    parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,registers,warps per SM")
+    parser.add_argument("--tune", nargs="*", default=[], help="registers,warps per SM")
     options = parser.parse_args()
     backend = TritonBackend()
     sweep = {}
@@ -140,8 +140,7 @@ def main() -> None:
         sets = [make_batch(seed, B, options.nodes, options.vocab) for seed in range(max(3, min(16, 64 // B)))]
         for tune, plan in itertools.product(options.tune or [""], [None, *sweep.get(B, [])]):
             if tune:
-                chunk, launch.REGISTERS, launch.WARPS_PER_SM = map(int, tune.split(","))
-                launch.chunk_size = lambda _, chunk=chunk: chunk
+                launch.REGISTERS, launch.WARPS_PER_SM = map(int, tune.split(","))
             captured = [capture(backend, inputs, plan) for inputs in sets]
             us = time_graphs([graph for graph, _ in captured])
             visited = statistics.mean((out.accept_token_num.float().mean() + 1).item() for _, out in captured)
@@ -152,7 +151,7 @@ def main() -> None:
                 {"B": B, "plan": str(shown), "us": us, "visited": visited, "bound_us": bound, "tune": tune}
             )
             print(
-                f"B={B:4d} P={shown.programs:4d} G={shown.guesses:2d} {tune:16s} {us:8.2f} us"
+                f"B={B:4d} P={shown.programs:4d} L={shown.leads:d} G={shown.guesses:2d} {tune:16s} {us:8.2f} us"
                 f"  visited {visited:.2f} (max {longest})  bound {bound:6.2f}  limit {12 + 2 * bound:6.2f}"
                 f"  issue's {TARGET.get(B)}",
                 flush=True,

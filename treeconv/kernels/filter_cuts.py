@@ -180,7 +180,7 @@ def find_cut(
     tie), the mass that is kept, and the step.
     """
     place = tl.arange(0, WORDS)
-    seconds = last_one(words_ptr, epoch + step, chunks, WORDS) >> SHIFT
+    seconds = last_one(words_ptr, epoch + step, chunks, WORDS, PTX) >> SHIFT
     seconds = tl.where(place < chunks, seconds, _LOW)
     units = tl.where(place < chunks, keys >> SHIFT, _LOW)
     top_unit = top_key >> SHIFT
@@ -265,8 +265,8 @@ def find_cut(
                 row_ptr, words_ptr, tag, mine, stride, chunks, V, low, ceiling, stage, top, before, after, rate,
                 CHUNK, VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
-            first, second = first_two(words_ptr, tag, chunks, WORDS)
-            third = last_one(words_ptr, tag, chunks, WORDS)
+            first, second = first_two(words_ptr, tag, chunks, WORDS, PTX)
+            third = last_one(words_ptr, tag, chunks, WORDS, PTX)
             if stage == _COUNT:
                 start = low
                 for which in tl.static_range(6):
@@ -360,7 +360,7 @@ def rest_of_cut(
             _, tokens, rest, left = siblings(
                 sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, rest, left, N, V, JUMP
             )
-    masses, ties = first_two(words_ptr, tag, chunks, WORDS)
+    masses, ties = first_two(words_ptr, tag, chunks, WORDS, PTX)
     kept_ties = tl.minimum(tl.maximum(cut_ties - (tl.cumsum(ties, 0) - ties), 0), ties)
     each = _mass(_value(cut, SHIFT), top, before, after, rate, PROBS, PTX)
     return as_float(masses) + (kept_ties - gone).to(tl.float32) * each

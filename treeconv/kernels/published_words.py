@@ -23,9 +23,45 @@ def _word(bits, tag):
 
 
 @triton.jit
+def _read(pointers, PTX: tl.constexpr):
+    """Words as they are in memory now. (Triton's volatile loads are of system scope.)"""
+    if PTX:
+        words = tl.inline_asm_elementwise(
+            "ld.relaxed.gpu.global.b64 $0, [$1];",
+            "=l,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        words = tl.load(pointers, volatile=True)
+    return words
+
+
+@triton.jit
+def _read_pairs(pointers, PTX: tl.constexpr):
+    """Words and their successors."""
+    if PTX:
+        first, second = tl.inline_asm_elementwise(
+            "ld.relaxed.gpu.global.v2.b64 {$0, $1}, [$2];",
+            "=l,=l,l",
+            [pointers.to(tl.int64)],
+            dtype=(tl.int64, tl.int64),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        first = tl.load(pointers, volatile=True)
+        second = tl.load(pointers + 1, volatile=True)
+    return first, second
+
+
+@triton.jit
 def publish(words_ptr, KIND: tl.constexpr, chunk, bits, tag):
-    """Store one int32 payload under a tag."""
-    tl.store(words_ptr + KIND * _PITCH + chunk, _word(bits, tag))
+    """Store one int32 payload under a tag. Kinds 0 and 1 of a chunk are neighbours."""
+    place = 2 * _PITCH + chunk if KIND == 2 else 2 * chunk + KIND
+    tl.store(words_ptr + place, _word(bits, tag))
 
 
 @triton.jit
@@ -35,32 +71,26 @@ def as_float(bits):
 
 
 @triton.jit
-def _late(words, inside, tag):
-    return tl.where(inside & (words.to(tl.int32) != tag), 1, 0)
-
-
-@triton.jit
-def first_two(words_ptr, tag, chunks, WORDS: tl.constexpr):
+def first_two(words_ptr, tag, chunks, WORDS: tl.constexpr, PTX: tl.constexpr):
     """The payloads of kinds 0 and 1, once every chunk is published: two [WORDS] int32, 0 beyond the chunks."""
     lane = tl.arange(0, WORDS)
+    pointers = words_ptr + 2 * tl.minimum(lane, chunks - 1)
+    first, second = _read_pairs(pointers, PTX)
+    while tl.max(tl.where((first.to(tl.int32) != tag) | (second.to(tl.int32) != tag), 1, 0), 0) == 1:
+        first, second = _read_pairs(pointers, PTX)
     inside = lane < chunks
-    first = tl.load(words_ptr + lane, mask=inside, other=0, volatile=True)
-    second = tl.load(words_ptr + _PITCH + lane, mask=inside, other=0, volatile=True)
-    while tl.max(_late(first, inside, tag) | _late(second, inside, tag), 0) == 1:
-        first = tl.load(words_ptr + lane, mask=inside, other=0, volatile=True)
-        second = tl.load(words_ptr + _PITCH + lane, mask=inside, other=0, volatile=True)
-    return (first >> 32).to(tl.int32), (second >> 32).to(tl.int32)
+    return tl.where(inside, (first >> 32).to(tl.int32), 0), tl.where(inside, (second >> 32).to(tl.int32), 0)
 
 
 @triton.jit
-def last_one(words_ptr, tag, chunks, WORDS: tl.constexpr):
+def last_one(words_ptr, tag, chunks, WORDS: tl.constexpr, PTX: tl.constexpr):
     """The same for kind 2."""
     lane = tl.arange(0, WORDS)
-    inside = lane < chunks
-    third = tl.load(words_ptr + 2 * _PITCH + lane, mask=inside, other=0, volatile=True)
-    while tl.max(_late(third, inside, tag), 0) == 1:
-        third = tl.load(words_ptr + 2 * _PITCH + lane, mask=inside, other=0, volatile=True)
-    return (third >> 32).to(tl.int32)
+    pointers = words_ptr + 2 * _PITCH + tl.minimum(lane, chunks - 1)
+    third = _read(pointers, PTX)
+    while tl.max(tl.where(third.to(tl.int32) != tag, 1, 0), 0) == 1:
+        third = _read(pointers, PTX)
+    return tl.where(lane < chunks, (third >> 32).to(tl.int32), 0)
 
 
 @triton.jit
@@ -72,12 +102,12 @@ def command(order_ptr, tag, operation, first, second, third):
 
 
 @triton.jit
-def order(order_ptr, tag):
+def order(order_ptr, tag, PTX: tl.constexpr):
     """Wait for the step's command: its operation and arguments."""
     lane = tl.arange(0, 4)
-    words = tl.load(order_ptr + lane, volatile=True)
+    words = _read(order_ptr + lane, PTX)
     while tl.max(tl.where(words.to(tl.int32) != tag, 1, 0), 0) == 1:
-        words = tl.load(order_ptr + lane, volatile=True)
+        words = _read(order_ptr + lane, PTX)
     bits = (words >> 32).to(tl.int32)
     operation = tl.sum(tl.where(lane == 0, bits, 0), 0)
     first = tl.sum(tl.where(lane == 1, bits, 0), 0)

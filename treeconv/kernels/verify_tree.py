@@ -281,7 +281,7 @@ def _verify_tree_kernel(
 
         # 2. the first program: one step of the walk
         if rank == 0:
-            keys, sums = first_two(words_ptr, tag, chunks, WORDS)
+            keys, sums = first_two(words_ptr, tag, chunks, WORDS, PTX)
             keys = tl.where(place < chunks, keys, -0x80000000)
             top_key = tl.max(keys, 0)
             if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
@@ -370,7 +370,7 @@ def _verify_tree_kernel(
                                 )  # fmt: skip
                         else:
                             if used < cap:
-                                residual = as_float(last_one(words_ptr, tag, chunks, WORDS)) * weight
+                                residual = as_float(last_one(words_ptr, tag, chunks, WORDS, PTX)) * weight
                         residual_sum = tl.sum(residual, 0)
                     chosen = tl.where(residual_sum > 0.0, -1, last)
                     if chosen < 0:
@@ -400,7 +400,7 @@ def _verify_tree_kernel(
             next_node = 0
             while operation < _ROW:
                 step += 1
-                operation, next_node, argument, key = order(order_ptr, epoch + step)
+                operation, next_node, argument, key = order(order_ptr, epoch + step, PTX)
                 if FILTERS:
                     if operation == _REST:
                         publish_rest(
