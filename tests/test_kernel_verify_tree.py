@@ -36,7 +36,7 @@ def gpu(test):
 
 
 # Ways to cut the same launch up; on the CPU programs run one after another, so there is one.
-PLANS = [LaunchPlan(1)] if DEVICE == "cpu" else [LaunchPlan(1), LaunchPlan(5), LaunchPlan(16, True, 3)]
+PLANS = [LaunchPlan(1)] if DEVICE == "cpu" else [LaunchPlan(1), LaunchPlan(5), LaunchPlan(16, leads=True, speculates=True)]
 BELOW_ONE = 1.0 - 2.0**-24
 MANTISSA_STEP = 2.0**-12  # dyadic laws are multiples of it
 
@@ -594,6 +594,8 @@ def test_plans_fit_the_device(V):
             plan = launch.launch_plan(B, V, sms)
             assert 1 <= plan.programs - plan.leads <= -(-V // launch.CHUNK)
             assert plan.programs == 1 or B * plan.programs <= launch.WARPS_PER_SM * sms
+            assert not plan.speculates or (plan.leads and B <= launch.AHEAD_BATCH)
+            assert not plan.leads or plan.programs > 1
             assert launch.launch_plan(B, V, sms) == plan
     assert launch.MAX_CHUNKS * launch.CHUNK >= V
 
@@ -629,13 +631,14 @@ def big_batch(seed, B, N, V, dtype=torch.bfloat16, accept=0.7):
 
 
 MANY_PLANS = [LaunchPlan(programs) for programs in (1, 2, 3, 7, 16, 40, 64, 100)]
-MANY_PLANS += [LaunchPlan(2, True, 0), LaunchPlan(9, True, 4), LaunchPlan(161, True, 2)]
+MANY_PLANS += [LaunchPlan(programs, leads=True, guesses=0) for programs in (2, 41)]
+MANY_PLANS += [LaunchPlan(programs, leads=True, speculates=True, guesses=2) for programs in (2, 9, 100, 161)]
 
 
 @gpu
 @pytest.mark.parametrize("V", [1000, 50257, 163840, 262144])
 def test_any_number_of_programs_gives_the_same_bits(backend, V):
-    """Outputs, and the published words of the last row, under twelve ways to cut the launch up."""
+    """Outputs, and the published words of the last row, under fifteen ways to cut the launch up."""
     B, N = 6, 20
     batch, rows, T, coins = big_batch(V, B, N, V)
     probs = torch.softmax(rows.float(), -1)

@@ -12,6 +12,7 @@ import torch
 from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels.launch import (
+    AHEAD_BATCH,
     MAX_BATCH,
     MAX_CHUNKS,
     MAX_NODES,
@@ -219,6 +220,10 @@ class TritonBackend:
         elif not 1 <= plan.programs - plan.leads <= MAX_CHUNKS:
             raise InvalidArgument(
                 f"plan.programs={plan.programs}, but must be in [1, {MAX_CHUNKS}], and one more where one leads"
+            )
+        elif plan.speculates and not (plan.leads and B <= AHEAD_BATCH):
+            raise InvalidArgument(
+                f"plan.speculates=True, but must be False without leads, and where B is above {AHEAD_BATCH}"
             )
         if out is None:
             out = self.empty_output(batch, depth_cap)

@@ -20,7 +20,7 @@ _BIG = tl.constexpr(1 << 30)  # above every token
 @triton.jit
 def _residual(
     row_ptr, start, V, chunk_top, before, after, rate, limit, filtered, cut, cut_id, tested, tokens, rest, left,
-    sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, N, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, N, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     JUMP: tl.constexpr, PROBS: tl.constexpr, FILTERS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Masses of tokens ``start ..`` relative to their chunk's maximum, without what was cut or rejected."""
@@ -33,7 +33,7 @@ def _residual(
         mass = tl.where(is_kept(x, index, cut, cut_id, SHIFT) | (not filtered), mass, 0.0)
     if tested:
         mass, _ = without(
-            mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high,
+            mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token,
             N, V, WIDTH, JUMP, PTX,
         )  # fmt: skip
     return mass
@@ -42,7 +42,7 @@ def _residual(
 @triton.jit
 def draw_bonus(
     row_ptr, start, V, chunk_top, base, weight, goal, before, after, rate, limit, filtered, cut, cut_id, tested,
-    tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, N, CHUNK: tl.constexpr,
+    tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, N, CHUNK: tl.constexpr,
     VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, FILTERS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def draw_bonus(
     """
     mass = _residual(
         row_ptr, start, V, chunk_top, before, after, rate, limit, filtered, cut, cut_id, tested, tokens, rest,
-        left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, N, CHUNK, SHIFT, JUMP, PROBS,
+        left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, N, CHUNK, SHIFT, JUMP, PROBS,
         FILTERS, PTX,
     )  # fmt: skip
     blocks: tl.constexpr = CHUNK // (32 * VEC)
@@ -70,7 +70,7 @@ def draw_bonus(
     first = start + vector * VEC
     mass = _residual(
         row_ptr, first, V, chunk_top, before, after, rate, limit, filtered, cut, cut_id, tested, tokens, rest,
-        left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, N, 32, SHIFT, JUMP, PROBS,
+        left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, N, 32, SHIFT, JUMP, PROBS,
         FILTERS, PTX,
     )  # fmt: skip
     token = first + tl.arange(0, 32)

@@ -170,7 +170,7 @@ def _nth_tie(row_ptr, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constex
 
 @triton.jit
 def find_cut(
-    row_ptr, words_ptr, order_ptr, epoch, step, mine, stride, chunks, V, keys, peaks, row_sum, top_key, top_k, top_p,
+    row_ptr, words_ptr, order_ptr, words_tag, epoch, step, mine, stride, chunks, V, keys, peaks, row_sum, top_key, top_k, top_p,
     min_p, temperature, before, after, rate, WORDS: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
     SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +180,7 @@ def find_cut(
     tie), the mass that is kept, and the step.
     """
     place = tl.arange(0, WORDS)
-    seconds = last_one(words_ptr, epoch + step, chunks, WORDS, PTX) >> SHIFT
+    seconds = last_one(words_ptr, words_tag, chunks, WORDS, PTX) >> SHIFT
     seconds = tl.where(place < chunks, seconds, _LOW)
     units = tl.where(place < chunks, keys >> SHIFT, _LOW)
     top_unit = top_key >> SHIFT
@@ -259,7 +259,7 @@ def find_cut(
             ceiling = tl.where((stage == _COUNT) | (stage == _WEIGH), high, low)
             span = ceiling.to(tl.int64) - low
             step += 1
-            tag = epoch + step
+            tag = epoch + 2 * step
             command(order_ptr, tag, stage, low, ceiling, top_key)
             publish_tails(
                 row_ptr, words_ptr, tag, mine, stride, chunks, V, low, ceiling, stage, top, before, after, rate,
@@ -309,7 +309,7 @@ def find_cut(
 @triton.jit
 def publish_rest(
     row_ptr, words_ptr, tag, mine, stride, chunks, V, N, cut, tested, top, before, after, rate, tokens, rest,
-    left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, CHUNK: tl.constexpr, VEC: tl.constexpr,
     SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish each chunk's mass above a cut, without the children if they were ``tested``, and tokens at it.
@@ -329,7 +329,7 @@ def publish_rest(
             if tested:
                 above, _ = without(
                     above, start, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low,
-                    high, N, V, _BLOCK, JUMP, PTX,
+                    high, low_token, high_token, N, V, _BLOCK, JUMP, PTX,
                 )  # fmt: skip
             mass += above
         publish(words_ptr, 0, chunk, total(mass, VEC).to(tl.int32, bitcast=True), tag)
@@ -339,7 +339,7 @@ def publish_rest(
 @triton.jit
 def rest_of_cut(
     row_ptr, words_ptr, tag, chunks, V, N, cut, cut_ties, cut_id, tested, top, before, after, rate, tokens, rest,
-    left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, WORDS: tl.constexpr,
+    left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, WORDS: tl.constexpr,
     CHUNK: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """What a cut row leaves for the bonus, by chunk ([WORDS] float32), once :func:`publish_rest` is through."""
@@ -358,7 +358,7 @@ def rest_of_cut(
         more = tl.where(rest >= 0, 1, 0)
         if more == 1:
             _, tokens, rest, left = siblings(
-                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, rest, left, N, V, JUMP
+                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, rest, left, N, V, JUMP
             )
     masses, ties = first_two(words_ptr, tag, chunks, WORDS, PTX)
     kept_ties = tl.minimum(tl.maximum(cut_ties - (tl.cumsum(ties, 0) - ties), 0), ties)

@@ -8,6 +8,7 @@ import torch
 import triton
 
 __all__ = [
+    "AHEAD_BATCH",
     "CHUNK",
     "JUMP_LIMIT",
     "MAX_BATCH",
@@ -25,6 +26,7 @@ __all__ = [
 MAX_BATCH = 1024
 MAX_NODES = 1024
 MAX_VOCAB = 262144
+AHEAD_BATCH = 64  # requests for which scratch has two places for a row's words
 
 CHUNK = 1024  # tokens that one warp sums at a time
 MAX_CHUNKS = MAX_VOCAB // CHUNK  # per row
@@ -43,11 +45,15 @@ class LaunchPlan:
 
         leads: whether the first program sums no chunks, but only decides; then there are two at least.
 
+        speculates: whether the row of a visited node's first child is summed before it is known to be visited;
+            with ``leads``, and up to ``AHEAD_BATCH`` requests, only.
+
         guesses: children of each visited node whose rows are asked for ahead of the decision, >= 0.
     """
 
     programs: int
     leads: bool = False
+    speculates: bool = False
     guesses: int = 1
 
 
@@ -69,11 +75,12 @@ def launch_plan(B: int, V: int, multiprocessors: int) -> LaunchPlan:
     programs = triton.cdiv(chunks, triton.cdiv(chunks, min(share, chunks)))  # no more than finish as soon
     leads = share > programs
     guesses = min(max(share // chunks, 1), _MAX_GUESSES)
-    return LaunchPlan(programs + leads, leads, guesses)
+    speculates = leads and B <= AHEAD_BATCH and 2 * programs >= chunks
+    return LaunchPlan(programs + leads, leads, speculates, guesses)
 
 
 class Workspace:
-    """Scratch for one stream of launches on one device; 6.3 MB, whatever N and V.
+    """Scratch for one stream of launches on one device; 6.7 MB, whatever N and V.
 
     Holds the published words, the commands and the epochs. Launches that use it must not overlap in time.
     """
@@ -81,6 +88,6 @@ class Workspace:
     def __init__(self, device: torch.device | str) -> None:
         # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
         # place shared between requests could hold another's word under the very tag that is waited for.
-        self.words = torch.full((MAX_BATCH, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
+        self.words = torch.full((MAX_BATCH + AHEAD_BATCH, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
         self.orders = torch.full((MAX_BATCH, 4), -1, dtype=torch.int64, device=device)
         self.epochs = torch.zeros(MAX_BATCH, dtype=torch.int32, device=device)

@@ -19,6 +19,7 @@ __all__ = [
     "opaque",
     "ordered",
     "prefetch",
+    "prefetch_rows",
     "slow_mass",
     "total",
     "unordered",
@@ -97,6 +98,15 @@ def prefetch(pointers):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def prefetch_rows(rows_ptr, nodes, count, stride_n, lines):
+    """Ask for these lines of the first ``count`` nodes' rows; a node of -1 has none."""
+    for which in range(count):
+        node = tl.max(tl.where(tl.arange(0, 32) == which, nodes, -1), 0)
+        if node >= 0:
+            prefetch(rows_ptr + node.to(tl.int64) * stride_n + lines)
 
 
 @triton.jit

@@ -66,12 +66,13 @@ from treeconv.kernels.row_chunks import (
     load_chunk,
     maximum_key,
     prefetch,
+    prefetch_rows,
     slow_mass,
     total,
     unordered,
     unusable,
 )
-from treeconv.kernels.sibling_lists import follow, hops, siblings, without
+from treeconv.kernels.sibling_lists import first_child, siblings, tables, without
 
 if TYPE_CHECKING:
     from treeconv.filters import Filters
@@ -88,7 +89,7 @@ _ROW = tl.constexpr(6)  # sum a row,
 _END = tl.constexpr(7)  # leave
 
 
-@triton.jit(do_not_specialize=["N", "depth_cap", "chunks", "leads", "guesses"])  # Triton 3.6 fails to compile N = 1
+@triton.jit(do_not_specialize=["N", "depth_cap", "chunks", "leads", "speculates", "guesses"])  # Triton 3.6 fails to compile N = 1
 def _verify_tree_kernel(
     candidates_ptr,  # [B, N] int64, contiguous
     child_ptr,  # [B, N] int64, contiguous: retrieve_next_token
@@ -104,7 +105,7 @@ def _verify_tree_kernel(
     accept_num_ptr,  # [B] int32, out
     predicts_ptr,  # [B * N] int32, out
     status_ptr,  # [B] int32, out
-    words_ptr,  # [MAX_B, 3, MAX_CHUNKS] int64, scratch
+    words_ptr,  # [MAX_B + AHEAD_B, 3, MAX_CHUNKS] int64, scratch
     order_ptr,  # [MAX_B, 4] int64, scratch
     epochs_ptr,  # [MAX_B] int32, scratch
     N,  # slots per tree
@@ -114,10 +115,12 @@ def _verify_tree_kernel(
     stride_n,  # elements
     chunks,  # cdiv(V, CHUNK)
     leads,  # 1 where the first program sums no chunks, else 0
+    speculates,  # 1: the first child's row is summed before it is asked for; with leads and B <= AHEAD_B only
     guesses,  # children whose rows are prefetched
     SLOTS: tl.constexpr,  # power of two >= N
     WORDS: tl.constexpr,  # power of two >= chunks, at least 32
     PLACES: tl.constexpr,  # words of a request: 3 * MAX_CHUNKS
+    AHEAD: tl.constexpr,  # words between a request's two places: MAX_B * PLACES
     CHUNK: tl.constexpr,  # tokens
     VEC: tl.constexpr,  # elements of one load
     JUMP: tl.constexpr,  # N <= 64: sibling lists by tables in registers
@@ -185,6 +188,8 @@ def _verify_tree_kernel(
     high_bytes = nodes
     low = nodes
     high = nodes
+    low_token = nodes
+    high_token = nodes
     rest = -1
     left = N
     coin = 0.0
@@ -203,85 +208,116 @@ def _verify_tree_kernel(
     cut_ties = 0
     cut_id = 0
 
+    guess = tl.full([], -1, tl.int32)  # the likeliest next node
+    done = guess  # the node whose row is being summed ahead, under
+    done_tag = epoch
+    if not greedy:
+        if filtered:
+            speculates = 0
     active = 1
     while active == 1:
         # 1. publish this program's chunks of the node's row, each fetched while the one before is summed
         step += 1
-        tag = epoch + step
+        tag = epoch + 2 * step
         row_ptr = rows_ptr + node.to(tl.int64) * stride_n
+        words = words_ptr + tl.where((speculates == 1) & (used % 2 == 0), AHEAD, 0)
         if rank == 0:
             if step == 0:
-                low_bytes, high_bytes, low, high = hops(sibling_ptr, N, JUMP)
+                low_bytes, high_bytes, low, high, low_token, high_token = tables(
+                    child_ptr, sibling_ptr, candidates_ptr, N, V, JUMP
+                )
                 tl.store(predicts_ptr + slots, nothing, mask=slots < N)
                 for filled in range(0, depth_cap, SLOTS):
                     tl.store(accept_index_ptr + filled + slots, nothing, mask=filled + slots < depth_cap)
                 tl.debug_barrier()
                 tl.store(accept_index_ptr, b * N)
             nodes, tokens, rest, left = siblings(
-                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, follow(child_ptr, node, N), N, N, V, JUMP
-            )
+                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token,
+                first_child(child_ptr, low, high, node, N, JUMP), N, N, V, JUMP,
+            )  # fmt: skip
             child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
             coin = tl.load(coins_ptr + node)
-        for chunk in range(mine, chunks, stride):
-            start = chunk * CHUNK
-            mass = x.to(tl.float32)
-            if chunk + stride < chunks:
-                x = load_chunk(row_ptr, chunk + stride, V, PROBS, CHUNK, EVEN)
-            second = 0
-            if PROBS:
-                bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
-                chunk_sum = total(mass, VEC)
-                key = tl.where(chunk_sum > 0.0, 0, _EMPTY_KEY)
-                if FILTERS:
-                    key = tl.where(chunk_sum > 0.0, maximum_key(mass, VEC), _EMPTY_KEY)
-                    second = second_key(mass, unordered(key), VEC)
-                sum_bits = chunk_sum.to(tl.int32, bitcast=True)
-            else:
-                key = maximum_key(mass, VEC)
-                top = unordered(key)
-                if greedy:
-                    bad = tl.max(tl.where(mass == mass, 0, 2), 0)
-                    bad = tl.where((bad == 0) & (top == float("inf")), 1, bad)
-                    sum_bits = tl.min(tl.where(mass == top, start + offsets, _BIG), 0)
-                else:
-                    if FILTERS:
-                        second = second_key(mass, top, VEC)
-                    mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
-                    chunk_sum = total(mass, VEC)
-                    bad = 0
-                    if (chunk_sum != chunk_sum) | (top == float("inf")):
-                        bad = unusable(row_ptr, start, V, CHUNK, PTX)
-                    sum_bits = chunk_sum.to(tl.int32, bitcast=True)
-            key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
-            publish(words_ptr, 0, chunk, key, tag)
-            publish(words_ptr, 1, chunk, sum_bits, tag)
-            if (chunk == mine) & (rank > 0):  # the children, while the first program reads that
-                if step == 0:
-                    low_bytes, high_bytes, low, high = hops(sibling_ptr, N, JUMP)
-                nodes, tokens, rest, left = siblings(
-                    sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, follow(child_ptr, node, N),
-                    N, N, V, JUMP,
-                )  # fmt: skip
-            # Waited for only where the walk ends, or to find a filter's cut.
-            rest_bits = tl.where(filtered, second, sum_bits)
-            if (not greedy) & (not filtered):
-                mass, found = without(
-                    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr,
-                    low_bytes, high_bytes, low, high, N, V, CHUNK, JUMP, PTX,
-                )  # fmt: skip
-                if found == 1:
-                    rest_bits = total(mass, VEC).to(tl.int32, bitcast=True)
-            publish(words_ptr, 2, chunk, rest_bits, tag)
-        if PTX:  # the likeliest next rows, on their way to L2 while waiting
-            if used < cap:
-                for guess in range(guesses):
-                    next_node = tl.max(tl.where(lane == guess, nodes, -1), 0)
-                    if next_node >= 0:
-                        prefetch(rows_ptr + next_node.to(tl.int64) * stride_n + lines)
+            if PTX:
+                if used < cap:
+                    prefetch_rows(rows_ptr, nodes, guesses, stride_n, lines)
+        turn = tl.where(node == done, 1, 0)
+        words_tag = tl.where(node == done, done_tag, tag)
+        while turn <= speculates:
+            guess = tl.where(used < cap, tl.max(tl.where(lane == 0, nodes, -1), 0), -1)
+            target = tl.where(turn == 0, node, guess)
+            target_ptr = rows_ptr + target.to(tl.int64) * stride_n
+            target_words = words_ptr + tl.where((speculates == 1) & ((used + turn) % 2 == 0), AHEAD, 0)
+            if (mine < chunks) & (target >= 0):
+                if step + turn > 0:
+                    x = load_chunk(target_ptr, mine, V, PROBS, CHUNK, EVEN)
+                for chunk in range(mine, chunks, stride):
+                    start = chunk * CHUNK
+                    mass = x.to(tl.float32)
+                    if chunk + stride < chunks:
+                        x = load_chunk(target_ptr, chunk + stride, V, PROBS, CHUNK, EVEN)
+                    second = 0
+                    if PROBS:
+                        bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
+                        chunk_sum = total(mass, VEC)
+                        key = tl.where(chunk_sum > 0.0, 0, _EMPTY_KEY)
+                        if FILTERS:
+                            key = tl.where(chunk_sum > 0.0, maximum_key(mass, VEC), _EMPTY_KEY)
+                            second = second_key(mass, unordered(key), VEC)
+                        sum_bits = chunk_sum.to(tl.int32, bitcast=True)
+                    else:
+                        key = maximum_key(mass, VEC)
+                        top = unordered(key)
+                        if greedy:
+                            bad = tl.max(tl.where(mass == mass, 0, 2), 0)
+                            bad = tl.where((bad == 0) & (top == float("inf")), 1, bad)
+                            sum_bits = tl.min(tl.where(mass == top, start + offsets, _BIG), 0)
+                        else:
+                            if FILTERS:
+                                second = second_key(mass, top, VEC)
+                            mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
+                            chunk_sum = total(mass, VEC)
+                            bad = 0
+                            if (chunk_sum != chunk_sum) | (top == float("inf")):
+                                bad = unusable(target_ptr, start, V, CHUNK, PTX)
+                            sum_bits = chunk_sum.to(tl.int32, bitcast=True)
+                    key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
+                    publish(target_words, 0, chunk, key, tag + turn)
+                    publish(target_words, 1, chunk, sum_bits, tag + turn)
+                    if (chunk == mine) & (rank > 0):  # the children, while the first program reads that
+                        if step + turn == 0:
+                            low_bytes, high_bytes, low, high, low_token, high_token = tables(
+                                child_ptr, sibling_ptr, candidates_ptr, N, V, JUMP
+                            )
+                        nodes, tokens, rest, left = siblings(
+                            sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token,
+                            first_child(child_ptr, low, high, target, N, JUMP), N, N, V, JUMP,
+                        )  # fmt: skip
+                        if PTX:
+                            if used + turn < cap:
+                                prefetch_rows(rows_ptr, nodes, guesses, stride_n, lines)
+                    # Waited for only where the walk ends, or to find a filter's cut.
+                    rest_bits = tl.where(filtered, second, sum_bits)
+                    if (not greedy) & (not filtered):
+                        mass, found = without(
+                            mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low,
+                            high, low_token, high_token, N, V, CHUNK, JUMP, PTX,
+                        )  # fmt: skip
+                        if found == 1:
+                            rest_bits = total(mass, VEC).to(tl.int32, bitcast=True)
+                    publish(target_words, 2, chunk, rest_bits, tag + turn)
+            turn += 1
+        done = tl.where(speculates == 1, guess, -1)
+        done_tag = tag + 1
 
         # 2. the first program: one step of the walk
         if rank == 0:
-            keys, sums = first_two(words_ptr, tag, chunks, WORDS, PTX)
+            # The children's masses beside the largest one's, while the others are at it.
+            child_top = tl.max(tl.where(tokens >= 0, child_x.to(tl.float32), float("-inf")), 0)
+            q = child_x.to(tl.float32)
+            if not PROBS:
+                q = tl.where(q == float("-inf"), 0.0, slow_mass(q, child_top, before, after, rate, PTX))
+            q_sums = tl.cumsum(q, 0)
+            keys, sums = first_two(words, words_tag, chunks, WORDS, PTX)
             keys = tl.where(place < chunks, keys, -0x80000000)
             top_key = tl.max(keys, 0)
             if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
@@ -304,29 +340,30 @@ def _verify_tree_kernel(
                             weight = tl.where(keys > 0, unordered(keys), 0.0)
                             row_sum = tl.sum(as_float(sums), 0)
                         cut, cut_ties, cut_id, row_sum, step = find_cut(
-                            row_ptr, words_ptr, order_ptr, epoch, step, mine, stride, chunks, V, keys, weight, row_sum, top_key,
+                            row_ptr, words, order_ptr, words_tag, epoch, step, mine, stride, chunks, V, keys, weight, row_sum, top_key,
                             top_k, top_p, min_p, temperature, before, after, rate, WORDS, CHUNK, VEC, SHIFT,
                             FILTERS == 2, PROBS, PTX,
                         )  # fmt: skip
 
                 # 2a. the children, in order
                 acc = 0.0
+                scale = tl.full([], 1.0, tl.float32)
+                if not PROBS:
+                    scale = slow_mass(child_top, top, before, after, rate, PTX)
                 hit = _NEVER
                 last = -1  # the last child of positive mass
                 turned = 0  # whether these are no longer the first children
                 testing = tl.where(used < cap, 1, 0)
                 while testing == 1:
-                    p = child_x.to(tl.float32)
+                    p = q * scale
+                    p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
+                    prefix = acc + q_sums * scale
                     if FILTERS:
-                        kept = is_kept(p, tokens, cut, cut_id, SHIFT) | (not filtered)
-                    if not PROBS:
-                        p = slow_mass(p, top, before, after, rate, PTX)
-                        p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
-                    if FILTERS:
-                        p = tl.where(kept, p, 0.0)
-                    prefix = acc + tl.cumsum(p, 0)
+                        if filtered:
+                            p = tl.where(is_kept(child_x.to(tl.float32), tokens, cut, cut_id, SHIFT), p, 0.0)
+                            prefix = acc + tl.cumsum(p, 0)
                     packed = (lane << 10) | nodes
-                    accepts = prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64)
+                    accepts = greedy | (prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64))
                     hit = tl.min(tl.where((p > 0.0) & accepts, packed, _NEVER), 0)
                     testing = 0
                     if hit == _NEVER:
@@ -337,9 +374,14 @@ def _verify_tree_kernel(
                             turned = 1
                             acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
                             nodes, tokens, rest, left = siblings(
-                                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, rest, left, N, V, JUMP
+                                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, rest, left, N, V, JUMP
                             )
                             child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+                            q = child_x.to(tl.float32)
+                            if not PROBS:
+                                q = slow_mass(q, top, before, after, rate, PTX)
+                            q_sums = tl.cumsum(q, 0)
+                            scale = tl.full([], 1.0, tl.float32)
 
                 # 2b. accept, or end the walk
                 chosen = hit & 0x3FF
@@ -352,25 +394,25 @@ def _verify_tree_kernel(
                             if FILTERS:
                                 if turned == 1:
                                     nodes, tokens, rest, left = siblings(
-                                        sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high,
-                                        follow(child_ptr, node, N), N, N, V, JUMP,
+                                        sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token,
+                                        first_child(child_ptr, low, high, node, N, JUMP), N, N, V, JUMP,
                                     )  # fmt: skip
                                 step += 1
                                 tested = tl.where(used < cap, 1, 0)
-                                command(order_ptr, epoch + step, _REST, cut, tested, top_key)
+                                command(order_ptr, epoch + 2 * step, _REST, cut, tested, top_key)
                                 publish_rest(
-                                    row_ptr, words_ptr, epoch + step, mine, stride, chunks, V, N, cut, tested, top, before,
+                                    row_ptr, words, epoch + 2 * step, mine, stride, chunks, V, N, cut, tested, top, before,
                                     after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes,
-                                    low, high, CHUNK, VEC, SHIFT, JUMP, PROBS, PTX,
+                                    low, high, low_token, high_token, CHUNK, VEC, SHIFT, JUMP, PROBS, PTX,
                                 )  # fmt: skip
                                 residual = rest_of_cut(
-                                    row_ptr, words_ptr, epoch + step, chunks, V, N, cut, cut_ties, cut_id, tested, top,
+                                    row_ptr, words, epoch + 2 * step, chunks, V, N, cut, cut_ties, cut_id, tested, top,
                                     before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes,
-                                    high_bytes, low, high, WORDS, CHUNK, SHIFT, JUMP, PROBS, PTX,
+                                    high_bytes, low, high, low_token, high_token, WORDS, CHUNK, SHIFT, JUMP, PROBS, PTX,
                                 )  # fmt: skip
                         else:
                             if used < cap:
-                                residual = as_float(last_one(words_ptr, tag, chunks, WORDS, PTX)) * weight
+                                residual = as_float(last_one(words, words_tag, chunks, WORDS, PTX)) * weight
                         residual_sum = tl.sum(residual, 0)
                     chosen = tl.where(residual_sum > 0.0, -1, last)
                     if chosen < 0:
@@ -388,44 +430,41 @@ def _verify_tree_kernel(
                         if not PROBS:
                             last_weight = tl.sum(tl.where(place == last_chunk, weight, 0.0), 0)
                 if chosen >= 0:
-                    command(order_ptr, epoch + step + 1, _ROW, chosen, 0, 0)
+                    command(order_ptr, epoch + 2 * step + 2, _ROW, chosen, 0, 0)
                     tl.store(predicts_ptr + node, tl.load(candidates_ptr + chosen).to(tl.int32))
                     tl.store(accept_index_ptr + used, b * N + chosen)
                     node = chosen
             if active == 0:
-                command(order_ptr, epoch + step + 1, _END, 0, 0, 0)
+                command(order_ptr, epoch + 2 * step + 2, _END, 0, 0, 0)
         # 3. the others: what it says
         else:
             operation = _REST
             next_node = 0
             while operation < _ROW:
                 step += 1
-                operation, next_node, argument, key = order(order_ptr, epoch + step, PTX)
+                operation, next_node, argument, key = order(order_ptr, epoch + 2 * step, PTX)
                 if FILTERS:
                     if operation == _REST:
                         publish_rest(
-                            row_ptr, words_ptr, epoch + step, mine, stride, chunks, V, N, next_node, argument,
+                            row_ptr, words, epoch + 2 * step, mine, stride, chunks, V, N, next_node, argument,
                             unordered(key), before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr,
-                            low_bytes, high_bytes, low, high, CHUNK, VEC, SHIFT, JUMP, PROBS, PTX,
+                            low_bytes, high_bytes, low, high, low_token, high_token, CHUNK, VEC, SHIFT, JUMP, PROBS, PTX,
                         )  # fmt: skip
                     if operation < _REST:
                         publish_tails(
-                            row_ptr, words_ptr, epoch + step, mine, stride, chunks, V, next_node, argument,
+                            row_ptr, words, epoch + 2 * step, mine, stride, chunks, V, next_node, argument,
                             operation, unordered(key), before, after, rate, CHUNK, VEC, SHIFT, PROBS, PTX,
                         )  # fmt: skip
             step -= 1  # the next row's
             node = tl.where(operation == _ROW, next_node, node)
             active = tl.where(operation == _ROW, 1, 0)
-        if active == 1:
-            used += 1
-            row_ptr = rows_ptr + node.to(tl.int64) * stride_n
-            x = load_chunk(row_ptr, tl.minimum(mine, chunks - 1), V, PROBS, CHUNK, EVEN)
+        used += active
 
     # 4. the bonus token
     if rank == 0:
         if (status == 0) & (not greedy):
             nodes, tokens, rest, left = siblings(
-                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, follow(child_ptr, node, N),
+                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, first_child(child_ptr, low, high, node, N, JUMP),
                 N, N, V, JUMP,
             )  # fmt: skip
             chunk_top = unordered(last_key)
@@ -434,7 +473,7 @@ def _verify_tree_kernel(
                 rows_ptr + node.to(tl.int64) * stride_n, last_chunk * CHUNK, V, chunk_top,
                 last_base.to(tl.float64), last_weight.to(tl.float64), goal, before, after, rate, limit, filtered, cut,
                 cut_id, used < cap, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low,
-                high, N, CHUNK, VEC, SHIFT, JUMP, PROBS, FILTERS, PTX,
+                high, low_token, high_token, N, CHUNK, VEC, SHIFT, JUMP, PROBS, FILTERS, PTX,
             )  # fmt: skip
         if status == 0:
             tl.store(predicts_ptr + node, bonus)
@@ -444,7 +483,7 @@ def _verify_tree_kernel(
             tl.store(accept_index_ptr + slots, nothing, mask=slots < used)
         tl.store(accept_num_ptr + b, tl.where(status == 0, used - 1, 0))
         tl.store(status_ptr + b, status)
-        tl.store(epochs_ptr + b, epoch + step + 2)
+        tl.store(epochs_ptr + b, epoch + 2 * step + 4)
 
 
 INTERPRETED = not isinstance(_verify_tree_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 at import time
@@ -524,10 +563,12 @@ def verify_tree(
         rows.stride(1),
         chunks,
         int(plan.leads),
+        int(plan.speculates),
         plan.guesses,
         SLOTS=max(32, triton.next_power_of_2(N)),
         WORDS=max(32, triton.next_power_of_2(chunks)),
         PLACES=3 * launch.MAX_CHUNKS,
+        AHEAD=3 * launch.MAX_CHUNKS * launch.MAX_BATCH,
         CHUNK=launch.CHUNK,
         VEC=launch.vector_size(rows),
         JUMP=N <= launch.JUMP_LIMIT,
