@@ -363,7 +363,8 @@ def _verify_tree_kernel(
                             p = tl.where(is_kept(child_x.to(tl.float32), tokens, cut, cut_id, SHIFT), p, 0.0)
                             prefix = acc + tl.cumsum(p, 0)
                     packed = (lane << 10) | nodes
-                    accepts = greedy | (prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64))
+                    goal = tl.where(greedy, -1.0, coin.to(tl.float64) * row_sum.to(tl.float64))
+                    accepts = prefix.to(tl.float64) > goal
                     hit = tl.min(tl.where((p > 0.0) & accepts, packed, _NEVER), 0)
                     testing = 0
                     if hit == _NEVER:
