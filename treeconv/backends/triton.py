@@ -12,14 +12,12 @@ import torch
 from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels.launch import (
-    AHEAD_BATCH,
     MAX_BATCH,
-    MAX_CHUNKS,
     MAX_NODES,
     MAX_VOCAB,
-    LaunchPlan,
     Workspace,
-    launch_plan,
+    chunk_size,
+    programs_per_request,
 )
 from treeconv.kernels.verify_tree import INTERPRETED, verify_tree
 from treeconv.tree import VerifyOutput
@@ -74,7 +72,7 @@ class TritonBackend:
         filters: Filters | None = None,
         *,
         out: VerifyOutput | None = None,
-        plan: LaunchPlan | None = None,
+        programs: int | None = None,
     ) -> VerifyOutput:
         """Sample from ``softmax(logits / temperature)`` at each visited node.
 
@@ -93,7 +91,7 @@ class TritonBackend:
 
             out: tensors to write into and return, as :meth:`empty_output` makes them.
 
-            plan: overrides how the launch is cut up; the result is the same.
+            programs: overrides how many programs share a request; the result is the same.
 
         Raises:
             InvalidArgument: a shape, dtype, stride or size the kernel does not take, or mixed devices.
@@ -103,7 +101,7 @@ class TritonBackend:
         """
         if logits.dtype not in _LOGIT_DTYPES:
             raise InvalidArgument(f"logits.dtype={logits.dtype}, but must be bfloat16, float16 or float32")
-        return self._run(batch, "logits", logits, temperature, coins, depth_cap, filters, out, plan)
+        return self._run(batch, "logits", logits, temperature, coins, depth_cap, filters, out, programs)
 
     def verify_probs(
         self,
@@ -114,7 +112,7 @@ class TritonBackend:
         filters: Filters | None = None,
         *,
         out: VerifyOutput | None = None,
-        plan: LaunchPlan | None = None,
+        programs: int | None = None,
     ) -> VerifyOutput:
         """The same walk over laws given as they are; exact where they are multiples of 2^-12.
 
@@ -132,7 +130,7 @@ class TritonBackend:
 
             out: as for :meth:`verify`.
 
-            plan: as for :meth:`verify`.
+            programs: as for :meth:`verify`.
 
         Raises:
             InvalidArgument: as for :meth:`verify`.
@@ -141,7 +139,7 @@ class TritonBackend:
         """
         if target_probs.dtype != torch.float32:
             raise InvalidArgument(f"target_probs.dtype={target_probs.dtype}, but must be float32")
-        return self._run(batch, "target_probs", target_probs, None, coins, depth_cap, filters, out, plan)
+        return self._run(batch, "target_probs", target_probs, None, coins, depth_cap, filters, out, programs)
 
     @staticmethod
     def empty_output(batch: VerifyInput, depth_cap: int) -> VerifyOutput:
@@ -168,7 +166,7 @@ class TritonBackend:
         depth_cap: int,
         filters: Filters | None,
         out: VerifyOutput | None,
-        plan: LaunchPlan | None,
+        programs: int | None,
     ) -> VerifyOutput:
         device = rows.device
         trees = {
@@ -211,19 +209,15 @@ class TritonBackend:
             dtype = torch.int64 if name in trees or name == "filters.top_k" else torch.float32
             if tensor.dtype != dtype:
                 raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
-        if plan is None:
-            plan = self.plan_for(B, V, device)
-        elif INTERPRETED and plan.programs > 1:
+        if programs is None:
+            programs = self.programs_for(B, V, device)
+        elif INTERPRETED and programs > 1:
             raise InvalidArgument(
-                f"plan.programs={plan.programs}, but must be 1 in the interpreter: it runs one at a time"
+                f"programs={programs}, but must be 1 in the interpreter: it runs one at a time"
             )
-        elif not 1 <= plan.programs - plan.leads <= MAX_CHUNKS:
+        elif not 1 <= programs <= -(-V // chunk_size(V)):
             raise InvalidArgument(
-                f"plan.programs={plan.programs}, but must be in [1, {MAX_CHUNKS}], and one more where one leads"
-            )
-        elif plan.speculates and not (plan.leads and B <= AHEAD_BATCH):
-            raise InvalidArgument(
-                f"plan.speculates=True, but must be False without leads, and where B is above {AHEAD_BATCH}"
+                f"programs={programs}, but must be in [1, {-(-V // chunk_size(V))}], the chunks of a row"
             )
         if out is None:
             out = self.empty_output(batch, depth_cap)
@@ -243,8 +237,8 @@ class TritonBackend:
                 out.predicts,
                 out.status,
                 self._workspace(device),
-                plan,
-                filters and filters.contiguous(),
+                programs,
+                None if filters is None else filters.contiguous(),
             )
         return out
 
@@ -266,13 +260,13 @@ class TritonBackend:
                 )
 
     @staticmethod
-    def plan_for(B: int, V: int, device: torch.device) -> LaunchPlan:
-        """How a call of these shapes is cut up on ``device``."""
+    def programs_for(B: int, V: int, device: torch.device) -> int:
+        """How many programs share a request in a call of these shapes on ``device``."""
         if INTERPRETED:  # programs run one after another: none may wait for another
-            return LaunchPlan(1)
+            return 1
         if torch.version.hip is not None:  # pragma: no cover - co-residency was reasoned out for CUDA only
-            return LaunchPlan(1)
-        return launch_plan(B, V, torch.cuda.get_device_properties(device).multi_processor_count)
+            return 1
+        return programs_per_request(B, V, torch.cuda.get_device_properties(device).multi_processor_count)
 
     def _workspace(self, device: torch.device) -> Workspace:
         """The scratch of the current stream, made on first use; a capture takes the spare made earlier.

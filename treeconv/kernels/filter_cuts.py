@@ -24,25 +24,17 @@ import torch
 import triton
 import triton.language as tl
 
-from treeconv.kernels.published_words import as_float, command, first_two, last_one, publish
-from treeconv.kernels.row_chunks import maximum_key, ordered, slow_mass, total, unordered
+from treeconv.kernels.published_words import as_float, publish, row_words, settled
+from treeconv.kernels.row_chunks import chunk_weight, maximum_key, ordered, slow_mass, total, unordered
 from treeconv.kernels.sibling_lists import siblings, without
 
-__all__ = [
-    "find_cut",
-    "is_kept",
-    "publish_rest",
-    "publish_tails",
-    "rest_of_cut",
-    "second_key",
-    "unit_shift",
-]
+__all__ = ["find_cut", "is_kept", "rest_of_cut", "second_key", "unit_shift"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 _LOW = tl.constexpr(-0x80000000)  # below every unit
 _LOWEST = tl.constexpr(-0x7F800000)  # the key of the lowest finite float32
 _LISTED = tl.constexpr(8)  # chunk maxima that are looked at one by one
-_BLOCK = tl.constexpr(512)  # tokens at a time, where speed is not all
+_BLOCK = tl.constexpr(1024)  # tokens at a time, where speed is not all
 _COUNT = tl.constexpr(0)  # stages of a search: for top-k's cut,
 _FIRST_K = tl.constexpr(1)  # for the mass of the first k tokens,
 _WEIGH = tl.constexpr(2)  # for top-p's cut,
@@ -82,9 +74,9 @@ def is_kept(x, token, cut, cut_id, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def second_key(x, top, VEC: tl.constexpr):
+def second_key(x, top, THREADS: tl.constexpr, VEC: tl.constexpr):
     """The ordered key of a chunk's second largest value; the largest's where two tokens have it."""
-    second = maximum_key(tl.where(x < top, x, float("-inf")), VEC)
+    second = maximum_key(tl.where(x < top, x, float("-inf")), THREADS, VEC)
     ties = tl.sum(tl.where(x == top, 1, 0), 0)
     return tl.where(ties > 1, ordered(top + 0.0), second)
 
@@ -96,19 +88,18 @@ def _threshold(low, span, which, count):
 
 
 @triton.jit
-def publish_tails(
-    row_ptr, words_ptr, tag, mine, stride, chunks, V, low, high, stage, top, before, after, rate,
-    CHUNK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+def _publish_tails(
+    row_ptr, words_ptr, tag, rank, programs, V, low, span, stage, top, before, after, rate,
+    chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish what each chunk has above some units.
 
-    At ``COUNT`` tokens above six thresholds in ``[low, high]``, two a word; at ``WEIGH`` masses above three;
-    else, where ``high`` is ``low``, the mass above it, the same, and tokens above it beside those at it.
+    At ``_COUNT`` tokens above six thresholds, two a word; at ``_WEIGH`` masses above three; else, with span
+    0, the mass above ``low``, the same, and tokens above ``low`` beside those at it.
     """
-    span = high.to(tl.int64) - low
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     BLOCK: tl.constexpr = _BLOCK
-    for chunk in range(mine, chunks, stride):
+    for chunk in range(rank, chunks, programs):
         n0 = tl.zeros([BLOCK], tl.int32)
         n1 = n0
         n2 = n0
@@ -134,9 +125,9 @@ def publish_tails(
                 m1 += tl.where(unit > _threshold(low, span, 1, 3), mass, 0.0)
                 m2 += tl.where(unit > _threshold(low, span, 2, 3), mass, 0.0)
                 n2 += tl.where(unit > low, 1, tl.where(unit == low, 1 << 16, 0))
-        first = total(m0, VEC).to(tl.int32, bitcast=True)
-        second = total(m1, VEC).to(tl.int32, bitcast=True)
-        third = total(m2, VEC).to(tl.int32, bitcast=True)
+        first = total(m0, THREADS, VEC).to(tl.int32, bitcast=True)
+        second = total(m1, THREADS, VEC).to(tl.int32, bitcast=True)
+        third = total(m2, THREADS, VEC).to(tl.int32, bitcast=True)
         publish(words_ptr, 0, chunk, tl.where(stage == _COUNT, tl.sum(n0, 0), first), tag)
         publish(words_ptr, 1, chunk, tl.where(stage == _COUNT, tl.sum(n1, 0), second), tag)
         publish(words_ptr, 2, chunk, tl.where(stage == _WEIGH, third, tl.sum(n2, 0)), tag)
@@ -170,21 +161,29 @@ def _nth_tie(row_ptr, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constex
 
 @triton.jit
 def find_cut(
-    row_ptr, words_ptr, order_ptr, words_tag, epoch, step, mine, stride, chunks, V, keys, peaks, row_sum, top_key, top_k, top_p,
-    min_p, temperature, before, after, rate, WORDS: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    row_ptr, words_ptr, epoch, step, rank, programs, V, top_key, top_k, top_p, min_p, temperature, before, after,
+    rate, limit, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
     SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Where the filters cut a row whose maxima, ``keys``, have the masses ``peaks``.
+    """Where the filters cut a row whose words are published, with the second largest keys for the last kind.
 
     Returns the cut's unit, how many tokens at it are kept, the last one's id (or a higher one that is no
     tie), the mass that is kept, and the step.
     """
-    place = tl.arange(0, WORDS)
-    seconds = last_one(words_ptr, words_tag, chunks, WORDS, PTX) >> SHIFT
-    seconds = tl.where(place < chunks, seconds, _LOW)
+    place = tl.arange(0, 64)
+    keys, sums, seconds = settled(row_words(words_ptr, step), epoch + step, chunks)
+    keys = tl.where(place < chunks, keys, _LOW)
+    seconds = tl.where(place < chunks, seconds >> SHIFT, _LOW)
     units = tl.where(place < chunks, keys >> SHIFT, _LOW)
-    top_unit = top_key >> SHIFT
     top = unordered(top_key)
+    if PROBS:
+        peaks = tl.where(keys > 0, unordered(keys), 0.0)
+        row_sum = tl.sum(as_float(sums), 0)
+    else:
+        peaks = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
+        peaks = tl.where(place < chunks, peaks, 0.0)
+        row_sum = tl.sum(as_float(sums) * peaks, 0)
+    top_unit = top_key >> SHIFT
     share = top_p.to(tl.float64)
     goal = tl.where(top_p < 1.0, share * row_sum.to(tl.float64), float("inf"))
     limited = top_k < V
@@ -256,17 +255,15 @@ def find_cut(
                     stage = _LAST
             if (stage == _WEIGH) & (low >= high):
                 stage = _LAST
-            ceiling = tl.where((stage == _COUNT) | (stage == _WEIGH), high, low)
-            span = ceiling.to(tl.int64) - low
             step += 1
-            tag = epoch + 2 * step
-            command(order_ptr, tag, stage, low, ceiling, top_key)
-            publish_tails(
-                row_ptr, words_ptr, tag, mine, stride, chunks, V, low, ceiling, stage, top, before, after, rate,
-                CHUNK, VEC, SHIFT, PROBS, PTX,
+            tag = epoch + step
+            words = row_words(words_ptr, step)
+            span = tl.where((stage == _COUNT) | (stage == _WEIGH), high.to(tl.int64) - low, 0)
+            _publish_tails(
+                row_ptr, words, tag, rank, programs, V, low, span, stage, top, before, after, rate,
+                chunks, CHUNK, THREADS, VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
-            first, second = first_two(words_ptr, tag, chunks, WORDS, PTX)
-            third = last_one(words_ptr, tag, chunks, WORDS, PTX)
+            first, second, third = settled(words, tag, chunks)
             if stage == _COUNT:
                 start = low
                 for which in tl.static_range(6):
@@ -307,17 +304,22 @@ def find_cut(
 
 
 @triton.jit
-def publish_rest(
-    row_ptr, words_ptr, tag, mine, stride, chunks, V, N, cut, tested, top, before, after, rate, tokens, rest,
-    left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, CHUNK: tl.constexpr, VEC: tl.constexpr,
-    SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+def rest_of_cut(
+    row_ptr, words_ptr, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id, tested, coin, top, before, after,
+    rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr,
+    THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """Publish each chunk's mass above a cut, without the children if they were ``tested``, and tokens at it.
+    """What a cut row leaves for the bonus: its sum, the chunk where ``coin`` falls and the mass before it; the step.
 
-    ``tokens``, ``rest`` and ``left`` are the children's first block.
+    Without the children if they were ``tested``; ``tokens``, ``rest`` and ``left`` are their first block.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    for chunk in range(mine, chunks, stride):
+    place = tl.arange(0, 64)
+    step += 1
+    tag = epoch + step
+    words = row_words(words_ptr, step)
+    for chunk in range(rank, chunks, programs):
         count = tl.zeros([_BLOCK], tl.int32)
         mass = tl.zeros([_BLOCK], tl.float32)
         for start in range(chunk * CHUNK, chunk * CHUNK + CHUNK, _BLOCK):
@@ -328,26 +330,17 @@ def publish_rest(
             above = tl.where(unit > cut, _mass(x, top, before, after, rate, PROBS, PTX), 0.0)
             if tested:
                 above, _ = without(
-                    above, start, tokens, rest, left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low,
-                    high, low_token, high_token, N, V, _BLOCK, JUMP, PTX,
-                )  # fmt: skip
+                    above, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, _BLOCK, JUMP, PTX
+                )
             mass += above
-        publish(words_ptr, 0, chunk, total(mass, VEC).to(tl.int32, bitcast=True), tag)
-        publish(words_ptr, 1, chunk, tl.sum(count, 0), tag)
+        ties = tl.sum(count, 0)
+        publish(words, 0, chunk, total(mass, THREADS, VEC), tag)
+        publish(words, 1, chunk, ties, tag)
+        publish(words, 2, chunk, ties, tag)
 
-
-@triton.jit
-def rest_of_cut(
-    row_ptr, words_ptr, tag, chunks, V, N, cut, cut_ties, cut_id, tested, top, before, after, rate, tokens, rest,
-    left, sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, WORDS: tl.constexpr,
-    CHUNK: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """What a cut row leaves for the bonus, by chunk ([WORDS] float32), once :func:`publish_rest` is through."""
-    NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    place = tl.arange(0, WORDS)
     # Kept children at the cut, by chunk: whole tokens, so that their mass is not lost in a difference.
-    gone = tl.zeros([WORDS], tl.int32)
-    more = tested
+    gone = tl.zeros([64], tl.int32)
+    more = tl.where(tested, 1, 0)
     while more == 1:
         child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS).to(tl.float32)
         at_cut = (tokens >= 0) & (tokens <= cut_id) & (_unit(child_x, SHIFT) == cut)
@@ -357,10 +350,16 @@ def rest_of_cut(
             token = tl.min(tl.where(at_cut & (tokens > token), tokens, _BIG), 0)
         more = tl.where(rest >= 0, 1, 0)
         if more == 1:
-            _, tokens, rest, left = siblings(
-                sibling_ptr, candidates_ptr, low_bytes, high_bytes, low, high, low_token, high_token, rest, left, N, V, JUMP
-            )
-    masses, ties = first_two(words_ptr, tag, chunks, WORDS, PTX)
+            _, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
+
+    masses, ties, _ = settled(words, tag, chunks)
     kept_ties = tl.minimum(tl.maximum(cut_ties - (tl.cumsum(ties, 0) - ties), 0), ties)
     each = _mass(_value(cut, SHIFT), top, before, after, rate, PROBS, PTX)
-    return as_float(masses) + (kept_ties - gone).to(tl.float32) * each
+    residual = as_float(masses) + (kept_ties - gone).to(tl.float32) * each
+    residual_sum = tl.sum(residual, 0)
+    prefix = tl.cumsum(residual, 0)
+    over = (prefix.to(tl.float64) > coin.to(tl.float64) * residual_sum.to(tl.float64)) & (residual > 0.0)
+    chunk = tl.min(tl.where(over, place, _BIG), 0)
+    chunk = tl.where(chunk == _BIG, tl.max(tl.where(residual > 0.0, place, 0), 0), chunk)
+    base = tl.sum(tl.where(place == chunk - 1, prefix, 0.0), 0)
+    return residual_sum, chunk, base, step

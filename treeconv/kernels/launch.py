@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
 __all__ = [
-    "AHEAD_BATCH",
-    "CHUNK",
     "JUMP_LIMIT",
     "MAX_BATCH",
     "MAX_CHUNKS",
@@ -17,44 +13,32 @@ __all__ = [
     "MAX_VOCAB",
     "REGISTERS",
     "WARPS_PER_SM",
-    "LaunchPlan",
     "Workspace",
-    "launch_plan",
+    "chunk_size",
+    "programs_per_request",
     "vector_size",
+    "warps_per_program",
 ]
 
 MAX_BATCH = 1024
 MAX_NODES = 1024
 MAX_VOCAB = 262144
-AHEAD_BATCH = 64  # requests for which scratch has two places for a row's words
 
-CHUNK = 1024  # tokens that one warp sums at a time
-MAX_CHUNKS = MAX_VOCAB // CHUNK  # per row
+MAX_CHUNKS = 64  # at most, per row: what every program repeats for a row is twice a warp's lanes wide
+_TOKENS_PER_THREAD = 32
 REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 warps
 WARPS_PER_SM = 16
 JUMP_LIMIT = 64  # N up to which sibling lists are followed through tables in registers
-_MAX_GUESSES = 4
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """How a launch is cut up; a function of shapes and of the device alone. Never changes a result.
+def chunk_size(V: int) -> int:
+    """Tokens per chunk: a power of two >= 1024 that cuts a row into at most 64 chunks."""
+    return max(1024, triton.next_power_of_2(triton.cdiv(V, MAX_CHUNKS)))
 
-    Args:
-        programs: one-warp programs per request, >= 1, at most the row's chunks and one more.
 
-        leads: whether the first program sums no chunks, but only decides; then there are two at least.
-
-        speculates: whether the row of a visited node's first child is summed before it is known to be visited;
-            with ``leads``, and up to ``AHEAD_BATCH`` requests, only.
-
-        guesses: children of each visited node whose rows are asked for ahead of the decision, >= 0.
-    """
-
-    programs: int
-    leads: bool = False
-    speculates: bool = False
-    guesses: int = 1
+def warps_per_program(chunk: int) -> int:
+    """Warps per program: a function of the chunk alone, since it shapes the sums."""
+    return max(2, chunk // (32 * _TOKENS_PER_THREAD))  # Triton 3.6 fails to compile the kernel for one
 
 
 def vector_size(rows: torch.Tensor) -> int:
@@ -63,31 +47,26 @@ def vector_size(rows: torch.Tensor) -> int:
     return 16 // rows.element_size() if all(number % 16 == 0 for number in numbers) else 1
 
 
-def launch_plan(B: int, V: int, multiprocessors: int) -> LaunchPlan:
-    """Cut B requests over rows of V tokens over a device.
+def programs_per_request(B: int, V: int, multiprocessors: int) -> int:
+    """How many programs share a request: at most one a chunk, and as many as the device holds at once.
 
-    Unless it is one program a request, which waits for nobody, ``B * programs`` never exceeds the 16 warps
-    a multiprocessor which the kernel's register limit lets be co-resident. With warps to spare, bandwidth
-    is to spare as well, and more than the likeliest next row is asked for.
+    Unless it is one program a request, which waits for nobody, B times this never exceeds the 16 warps a
+    multiprocessor which the kernel's register limit lets be co-resident.
     """
-    chunks = triton.cdiv(V, CHUNK)
-    share = max(1, WARPS_PER_SM * multiprocessors // B)
-    programs = triton.cdiv(chunks, triton.cdiv(chunks, min(share, chunks)))  # no more than finish as soon
-    leads = share > programs
-    guesses = min(max(share // chunks, 1), _MAX_GUESSES)
-    speculates = leads and B <= AHEAD_BATCH and 2 * programs >= chunks
-    return LaunchPlan(programs + leads, leads, speculates, guesses)
+    chunk = chunk_size(V)
+    chunks = triton.cdiv(V, chunk)
+    share = min(chunks, max(1, WARPS_PER_SM // warps_per_program(chunk) * multiprocessors // B))
+    return triton.cdiv(chunks, triton.cdiv(chunks, share))  # no more than finish as soon
 
 
 class Workspace:
-    """Scratch for one stream of launches on one device; 6.7 MB, whatever N and V.
+    """Scratch for one stream of launches on one device; 3.2 MB, whatever N and V.
 
-    Holds the published words, the commands and the epochs. Launches that use it must not overlap in time.
+    Holds the published chunk triples and the epochs. Launches that use it must not overlap in time.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
         # place shared between requests could hold another's word under the very tag that is waited for.
-        self.words = torch.full((MAX_BATCH + AHEAD_BATCH, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
-        self.orders = torch.full((MAX_BATCH, 4), -1, dtype=torch.int64, device=device)
-        self.epochs = torch.zeros(MAX_BATCH, dtype=torch.int32, device=device)
+        self.words = torch.full((MAX_BATCH, 2, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
+        self.epochs = torch.zeros((3, MAX_BATCH), dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 """How the programs of a request tell each other what they summed: *Co-operation* in :mod:`.verify_tree`.
 
-Device functions only. Words are int64, each a 32-bit payload over a 32-bit tag. A request has three kinds of
-``MAX_CHUNKS`` words, one a chunk, which its programs write and the first one reads, and four words of one
-memory sector by which that one tells the others what to do next: an operation and three arguments.
+Device functions only. A row's words are ``[3, 64]`` int64: per chunk its maximum (an ordered key), its sum
+and its sum without the children, each 32 bits over a 32-bit tag. They are read as two halves of a warp's 32
+lanes, so that no reduction over them leaves a warp.
 """
 
 from __future__ import annotations
@@ -10,58 +10,55 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.launch import MAX_CHUNKS
-
-__all__ = ["as_float", "command", "first_two", "last_one", "order", "publish"]
-
-_PITCH = tl.constexpr(MAX_CHUNKS)
+__all__ = ["as_float", "keys_of", "masses_of", "publish", "row_words", "settled", "waiting", "word", "words_of"]
 
 
 @triton.jit
-def _word(bits, tag):
+def word(bits, tag):
+    """One published word: 32 bits of payload over 32 bits of tag."""
     return (bits.to(tl.int64) << 32) | (tag.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
-def _read(pointers, PTX: tl.constexpr):
-    """Words as they are in memory now. (Triton's volatile loads are of system scope.)"""
-    if PTX:
-        words = tl.inline_asm_elementwise(
-            "ld.relaxed.gpu.global.b64 $0, [$1];",
-            "=l,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        words = tl.load(pointers, volatile=True)
-    return words
+def words_of(row_words_ptr, half, chunks: tl.constexpr):
+    """One half of a row's words, three [32] int64: maxima, sums, sums without the children."""
+    lane = tl.arange(0, 32) + half * 32
+    inside = lane < chunks
+    tops = tl.load(row_words_ptr + lane, mask=inside, other=0, volatile=True)
+    sums = tl.load(row_words_ptr + 64 + lane, mask=inside, other=0, volatile=True)
+    rests = tl.load(row_words_ptr + 128 + lane, mask=inside, other=0, volatile=True)
+    return tops, sums, rests
 
 
 @triton.jit
-def _read_pairs(pointers, PTX: tl.constexpr):
-    """Words and their successors."""
-    if PTX:
-        first, second = tl.inline_asm_elementwise(
-            "ld.relaxed.gpu.global.v2.b64 {$0, $1}, [$2];",
-            "=l,=l,l",
-            [pointers.to(tl.int64)],
-            dtype=(tl.int64, tl.int64),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        first = tl.load(pointers, volatile=True)
-        second = tl.load(pointers + 1, volatile=True)
-    return first, second
+def waiting(tops, sums, rests, half, tag, chunks: tl.constexpr):
+    """Nonzero in the lanes of one half whose chunk is not published under ``tag`` yet."""
+    stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
+    return tl.where((tl.arange(0, 32) + half * 32 < chunks) & (stale != 0), 1, 0)
 
 
 @triton.jit
-def publish(words_ptr, KIND: tl.constexpr, chunk, bits, tag):
-    """Store one int32 payload under a tag. Kinds 0 and 1 of a chunk are neighbours."""
-    place = 2 * _PITCH + chunk if KIND == 2 else 2 * chunk + KIND
-    tl.store(words_ptr + place, _word(bits, tag))
+def keys_of(tops, half, chunks: tl.constexpr):
+    """The maxima of one half in the order of :func:`ordered`; below all of them in unused lanes."""
+    return tl.where(tl.arange(0, 32) + half * 32 < chunks, (tops >> 32).to(tl.int32), -0x80000000)
+
+
+@triton.jit
+def masses_of(words, weight):
+    """Float payloads times their chunks' weights; zero in unused lanes, whose words are zero."""
+    return (words >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
+
+
+@triton.jit
+def row_words(words_ptr, step):
+    """Where a step's words are, in a request's two places."""
+    return words_ptr + (step & 1) * 192
+
+
+@triton.jit
+def publish(row_words_ptr, KIND: tl.constexpr, chunk, bits, tag):
+    """Store one payload, int32 or float32, under a tag."""
+    tl.store(row_words_ptr + KIND * 64 + chunk, word(bits.to(tl.int32, bitcast=True), tag))
 
 
 @triton.jit
@@ -71,46 +68,18 @@ def as_float(bits):
 
 
 @triton.jit
-def first_two(words_ptr, tag, chunks, WORDS: tl.constexpr, PTX: tl.constexpr):
-    """The payloads of kinds 0 and 1, once every chunk is published: two [WORDS] int32, 0 beyond the chunks."""
-    lane = tl.arange(0, WORDS)
-    pointers = words_ptr + 2 * tl.minimum(lane, chunks - 1)
-    first, second = _read_pairs(pointers, PTX)
-    while tl.max(tl.where((first.to(tl.int32) != tag) | (second.to(tl.int32) != tag), 1, 0), 0) == 1:
-        first, second = _read_pairs(pointers, PTX)
+def settled(row_words_ptr, tag, chunks: tl.constexpr):
+    """All payloads of a row, once every chunk is published: three [64] int32, 0 beyond the chunks."""
+    lane = tl.arange(0, 64)
     inside = lane < chunks
-    return tl.where(inside, (first >> 32).to(tl.int32), 0), tl.where(inside, (second >> 32).to(tl.int32), 0)
-
-
-@triton.jit
-def last_one(words_ptr, tag, chunks, WORDS: tl.constexpr, PTX: tl.constexpr):
-    """The same for kind 2."""
-    lane = tl.arange(0, WORDS)
-    pointers = words_ptr + 2 * _PITCH + tl.minimum(lane, chunks - 1)
-    third = _read(pointers, PTX)
-    while tl.max(tl.where(third.to(tl.int32) != tag, 1, 0), 0) == 1:
-        third = _read(pointers, PTX)
-    return tl.where(lane < chunks, (third >> 32).to(tl.int32), 0)
-
-
-@triton.jit
-def command(order_ptr, tag, operation, first, second, third):
-    """Tell the other programs what to do in the step of this tag: four int32."""
-    lane = tl.arange(0, 4)
-    bits = tl.where(lane < 2, tl.where(lane == 0, operation, first), tl.where(lane == 2, second, third))
-    tl.store(order_ptr + lane, _word(bits, tag))
-
-
-@triton.jit
-def order(order_ptr, tag, PTX: tl.constexpr):
-    """Wait for the step's command: its operation and arguments."""
-    lane = tl.arange(0, 4)
-    words = _read(order_ptr + lane, PTX)
-    while tl.max(tl.where(words.to(tl.int32) != tag, 1, 0), 0) == 1:
-        words = _read(order_ptr + lane, PTX)
-    bits = (words >> 32).to(tl.int32)
-    operation = tl.sum(tl.where(lane == 0, bits, 0), 0)
-    first = tl.sum(tl.where(lane == 1, bits, 0), 0)
-    second = tl.sum(tl.where(lane == 2, bits, 0), 0)
-    third = tl.sum(tl.where(lane == 3, bits, 0), 0)
-    return operation, first, second, third
+    late = 1
+    first = tl.zeros([64], tl.int64)
+    second = first
+    third = first
+    while late == 1:
+        first = tl.load(row_words_ptr + lane, mask=inside, other=0, volatile=True)
+        second = tl.load(row_words_ptr + 64 + lane, mask=inside, other=0, volatile=True)
+        third = tl.load(row_words_ptr + 128 + lane, mask=inside, other=0, volatile=True)
+        stale = (first.to(tl.int32) ^ tag) | (second.to(tl.int32) ^ tag) | (third.to(tl.int32) ^ tag)
+        late = tl.max(tl.where(inside & (stale != 0), 1, 0), 0)
+    return (first >> 32).to(tl.int32), (second >> 32).to(tl.int32), (third >> 32).to(tl.int32)

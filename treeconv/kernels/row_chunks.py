@@ -1,9 +1,9 @@
 """Masses of one chunk of a row: what the sampler computes a softmax from, see :mod:`.verify_tree`.
 
-Device functions only. A chunk is a float32 tensor ``[CHUNK]``, held by one warp. Masses are relative to the
-chunk's own maximum; :func:`chunk_weight` makes them relative to the row's. Where T is the temperature,
-``rate`` is ``log2(e) / (T * before * after)`` with two powers of two of which at least one is 1, and
-``limit`` is 0 if either is not.
+Device functions only. A chunk is a float32 tensor ``[CHUNK]``. Masses are relative to the chunk's own
+maximum; :func:`chunk_weight` makes them relative to the row's. Where T is the temperature, ``rate`` is
+``log2(e) / (T * before * after)`` with two powers of two of which at least one is 1, and ``limit`` is 0 if
+either is not.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import triton.language as tl
 __all__ = [
     "chunk_mass",
     "chunk_weight",
-    "load_chunk",
     "maximum_key",
     "opaque",
     "ordered",
     "prefetch",
-    "prefetch_rows",
     "slow_mass",
     "total",
     "unordered",
@@ -53,27 +51,16 @@ def _exp2(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_chunk(row_ptr, chunk, V, PROBS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
-    """A chunk as it is stored; without mass beyond the vocabulary, which ``EVEN`` rules out."""
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
-    if EVEN:
-        x = tl.load(row_ptr + index)
-    else:
-        x = tl.load(row_ptr + index, mask=index < V, other=0.0 if PROBS else float("-inf"))
-    return x
-
-
-@triton.jit
-def total(x, VEC: tl.constexpr):
-    """Sum of a chunk: along each lane's vectors, over its vectors, then across lanes."""
-    x = tl.reshape(x, [x.shape[0] // (32 * VEC), 32, VEC])
+def total(x, THREADS: tl.constexpr, VEC: tl.constexpr):
+    """Sum of a chunk: along each thread's vectors, over its vectors, then across threads."""
+    x = tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
     return tl.sum(tl.sum(tl.sum(x, 2), 0), 0)
 
 
 @triton.jit
-def maximum_key(x, VEC: tl.constexpr):
+def maximum_key(x, THREADS: tl.constexpr, VEC: tl.constexpr):
     """Maximum of a chunk, NaN aside, as an ordered key: integers reduce across a warp in one instruction."""
-    x = tl.reshape(x, [x.shape[0] // (32 * VEC), 32, VEC])
+    x = tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
     return tl.max(ordered(tl.max(tl.max(x, 2), 0) + 0.0), 0)  # -0.0 and 0.0 are a tie: one key
 
 
@@ -101,15 +88,6 @@ def prefetch(pointers):
 
 
 @triton.jit
-def prefetch_rows(rows_ptr, nodes, count, stride_n, lines):
-    """Ask for these lines of the first ``count`` nodes' rows; a node of -1 has none."""
-    for which in range(count):
-        node = tl.max(tl.where(tl.arange(0, 32) == which, nodes, -1), 0)
-        if node >= 0:
-            prefetch(rows_ptr + node.to(tl.int64) * stride_n + lines)
-
-
-@triton.jit
 def slow_mass(x, top, before, after, rate, PTX: tl.constexpr):
     """``exp((x - top) / T)`` for any T > 0; of the powers of two ``before`` and ``after`` one is 1."""
     return _exp2(((x * before - top * before) * after) * rate, PTX)
@@ -128,20 +106,14 @@ def chunk_mass(x, top, before, after, rate, limit, PTX: tl.constexpr):
 @triton.jit
 def chunk_weight(chunk_top, top, before, after, rate, limit, PTX: tl.constexpr):
     """What turns masses from :func:`chunk_mass` into masses relative to the row's maximum ``top``."""
-    # Where a chunk has no mass, its maximum -inf, either way gives 0.
-    fast = (tl.abs(chunk_top) * rate < limit) | (chunk_top == float("-inf"))
-    weight = _exp2(tl.fma(top + tl.zeros_like(chunk_top), -rate, chunk_top * rate), PTX)
-    if tl.max(tl.where(fast, 0, 1), 0) == 1:
-        weight = tl.where(fast, weight, slow_mass(chunk_top, top, before, after, rate, PTX))
-    return weight
+    fast = tl.abs(chunk_top) * rate < limit
+    exponent = tl.fma(top + tl.zeros_like(chunk_top), -rate, chunk_top * rate)
+    return tl.where(fast, _exp2(exponent, PTX), slow_mass(chunk_top, top, before, after, rate, PTX))
 
 
 @triton.jit
 def unusable(row_ptr, start, V, CHUNK: tl.constexpr, PTX: tl.constexpr):
     """2 if a chunk of logits holds NaN, else 1 if +inf, else 0; reads it again to keep registers free."""
-    bad = tl.zeros([256], tl.int32)
-    for at in range(0, CHUNK, 256):
-        index = opaque(start, PTX) + at + tl.arange(0, 256)
-        x = tl.load(row_ptr + index, mask=index < V, other=0.0).to(tl.float32)
-        bad = tl.maximum(bad, tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2))
-    return tl.max(bad, 0)
+    index = opaque(start, PTX) + tl.arange(0, CHUNK)
+    x = tl.load(row_ptr + index, mask=index < V, other=0.0).to(tl.float32)
+    return tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)
