@@ -7,13 +7,13 @@ rising id, so what is kept is a *cut*: every token above it and, at it, the toke
 the low bits that say nothing in the rows' dtype, a *unit*. Units and values are one to one, so every
 decision about who is above whom is exact.
 
-**Finding it.** With its maximum and sum each chunk publishes its second largest value. Where the kept tokens
-are a few chunks' maxima and no chunk's second is in between, as in a row that is sure of itself, that is all
-it takes. Otherwise all programs search together: the cut is the lowest unit ``t`` with fewer than k tokens,
-and less mass than top-p's share, above it. In a round each chunk publishes how many tokens (six thresholds)
-or how much mass (three) it has above some units, and the interval shrinks sevenfold or fourfold. All of it is
-decided in float64, on sums of float32 in a fixed order: exact on dyadic probabilities, the same for any
-number of programs.
+**Finding it.** What a chunk publishes for its law, its maximum and its sum, bounds every other token's mass
+in it. Where the kept tokens are a few chunks' maxima and nothing else can be in between, as in a row that is
+sure of itself, that is all it takes. Otherwise all programs search together: the cut is the lowest unit ``t``
+with fewer than k tokens, and less mass than top-p's share, above it. In a round each chunk publishes how many
+tokens (six thresholds) or how much mass (three) it has above some units, and the interval shrinks sevenfold
+or fourfold. All of it is decided in float64, on sums of float32 in a fixed order: exact on dyadic
+probabilities, the same for any number of programs.
 
 Masses are relative to the row's maximum, or probabilities as they are.
 """
@@ -25,14 +25,15 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels.published_words import as_float, publish, row_words, settled
-from treeconv.kernels.row_chunks import chunk_weight, maximum_key, ordered, slow_mass, total, unordered
+from treeconv.kernels.row_chunks import chunk_weight, ordered, slow_mass, total, unordered
 from treeconv.kernels.sibling_lists import siblings, without
 
-__all__ = ["find_cut", "is_kept", "rest_of_cut", "second_key", "unit_shift"]
+__all__ = ["find_cut", "is_kept", "rest_of_cut", "unit_shift"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 _LOW = tl.constexpr(-0x80000000)  # below every unit
 _LOWEST = tl.constexpr(-0x7F800000)  # the key of the lowest finite float32
+_SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of masses and of their sums
 _LISTED = tl.constexpr(8)  # chunk maxima that are looked at one by one
 _BLOCK = tl.constexpr(1024)  # tokens at a time, where speed is not all
 _COUNT = tl.constexpr(0)  # stages of a search: for top-k's cut,
@@ -74,14 +75,6 @@ def is_kept(x, token, cut, cut_id, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def second_key(x, top, THREADS: tl.constexpr, VEC: tl.constexpr):
-    """The ordered key of a chunk's second largest value; the largest's where two tokens have it."""
-    second = maximum_key(tl.where(x < top, x, float("-inf")), THREADS, VEC)
-    ties = tl.sum(tl.where(x == top, 1, 0), 0)
-    return tl.where(ties > 1, ordered(top + 0.0), second)
-
-
-@triton.jit
 def _threshold(low, span, which, count):
     """One of ``count`` units that cut ``[low, low + span]`` evenly; span is int64."""
     return (low + (which + 1) * span // (count + 1)).to(tl.int32)
@@ -90,7 +83,8 @@ def _threshold(low, span, which, count):
 @triton.jit
 def _publish_tails(
     row_ptr, words_ptr, tag, rank, programs, V, low, span, stage, top, before, after, rate,
-    chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+    chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
+    SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish what each chunk has above some units.
 
@@ -136,15 +130,16 @@ def _publish_tails(
 @triton.jit
 def _narrowed(low, high, threshold, holds):
     """The interval of the lowest unit for which something holds, after one threshold."""
-    return tl.where(holds, low, tl.maximum(low, threshold + 1)), tl.where(holds, tl.minimum(high, threshold), high)
+    high = tl.where(holds, tl.minimum(high, threshold), high)
+    return tl.where(holds, low, tl.maximum(low, threshold + 1)), high
 
 
 @triton.jit
-def _kth(units, seconds, k, low, high):
+def _kth(units, k, low, high):
     """The highest unit in ``[low, high]`` at or above which k of these values are, or low."""
     while low < high:
         middle = (low + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
-        count = tl.sum(tl.where(units >= middle, 1, 0) + tl.where(seconds >= middle, 1, 0), 0)
+        count = tl.sum(tl.where(units >= middle, 1, 0), 0)
         low = tl.where(count >= k, middle, low)
         high = tl.where(count >= k, high, middle - 1)
     return low
@@ -161,37 +156,42 @@ def _nth_tie(row_ptr, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constex
 
 @triton.jit
 def find_cut(
-    row_ptr, words_ptr, epoch, step, rank, programs, V, top_key, top_k, top_p, min_p, temperature, before, after,
+    row_ptr, words_ptr, epoch, step, rank, programs, V, top_key, top_k, top_p, min_p, temperature, before,
+    after,
     rate, limit, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
     SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Where the filters cut a row whose words are published, with the second largest keys for the last kind.
+    """Where the filters cut a row whose words are published.
 
     Returns the cut's unit, how many tokens at it are kept, the last one's id (or a higher one that is no
-    tie), the mass that is kept, and the step.
+    tie), the mass that is kept, whether every kept token is its chunk's maximum, and the step.
     """
     place = tl.arange(0, 64)
-    keys, sums, seconds = settled(row_words(words_ptr, step), epoch + step, chunks)
+    keys, sums, _ = settled(row_words(words_ptr, step), epoch + step, chunks)
     keys = tl.where(place < chunks, keys, _LOW)
-    seconds = tl.where(place < chunks, seconds >> SHIFT, _LOW)
     units = tl.where(place < chunks, keys >> SHIFT, _LOW)
     top = unordered(top_key)
     if PROBS:
         peaks = tl.where(keys > 0, unordered(keys), 0.0)
-        row_sum = tl.sum(as_float(sums), 0)
+        masses = as_float(sums)
     else:
         peaks = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
         peaks = tl.where(place < chunks, peaks, 0.0)
-        row_sum = tl.sum(as_float(sums) * peaks, 0)
+        masses = as_float(sums) * peaks
+    row_sum = tl.sum(masses, 0)
+    # No token of a chunk but its maximum has more mass than this.
+    others = tl.maximum(masses - peaks, 0.0) + masses * _SLACK
     top_unit = top_key >> SHIFT
     share = top_p.to(tl.float64)
     goal = tl.where(top_p < 1.0, share * row_sum.to(tl.float64), float("inf"))
     limited = top_k < V
     if PROBS:
         least = top.to(tl.float64) * min_p.to(tl.float64)
+        least_mass = least
         floor = tl.full([], 1, tl.int32)
         depth = floor
     else:
+        least_mass = min_p.to(tl.float64)
         least = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64))
         floor = tl.full([], _LOWEST >> SHIFT, tl.int32)
         # Beyond 88 temperatures below the maximum a mass is zero.
@@ -208,31 +208,34 @@ def find_cut(
     cut = top_unit
     cut_ties = 0
     chunk = 0
-    hidden = tl.full([], _LOW, tl.int32)  # the largest second of those chunks
+    mass = kept  # of the last
+    hidden = tl.zeros([], tl.float32)  # no other token of those chunks has more mass
     found = 0
     looking = 1
     while looking == 1:
         following = tl.max(ahead, 0)
-        enough = (taken >= top_k) | (kept >= goal) | (tl.maximum(following, hidden) < floor)
-        if (taken > 0) & enough:
+        bound = hidden.to(tl.float64) * (1.0 + 2.0 * _SLACK)
+        below = (following < floor) & (bound < least_mass)
+        if (taken > 0) & ((taken >= top_k) | (kept >= goal) | below):
             looking = 0
             # In the sequential order top-p's share is of the first k: this much of it is known.
             sure = True
             if not JOINT:
                 sure = (not limited) | (top_p >= 1.0) | (kept_before < share * kept)
-            found = tl.where((hidden < cut) & sure, 1, 0)
+            found = tl.where((bound < mass) & sure, 1, 0)
         else:
-            if (hidden >= following) | (taken == _LISTED):
+            chunk = tl.min(tl.where(ahead == following, place, _BIG), 0)
+            here = place == chunk
+            mass = tl.sum(tl.where(here, peaks, 0.0), 0).to(tl.float64)
+            if (bound >= mass) | (taken == _LISTED) | (following < floor):
                 looking = 0
             else:
-                chunk = tl.min(tl.where(ahead == following, place, _BIG), 0)
-                here = place == chunk
                 kept_before = kept
-                kept += tl.sum(tl.where(here, peaks, 0.0), 0).to(tl.float64)
+                kept += mass
                 cut_ties = tl.where(following == cut, cut_ties + 1, 1)
                 cut = following
                 taken += 1
-                hidden = tl.maximum(hidden, tl.max(tl.where(here, seconds, _LOW), 0))
+                hidden = tl.maximum(hidden, tl.max(tl.where(here, others, 0.0), 0))
                 ahead = tl.where(here, _LOW, ahead)
     cut_id = chunk * CHUNK + CHUNK - 1
 
@@ -245,7 +248,7 @@ def find_cut(
             stage = _WEIGH
         if limited:
             stage = _COUNT
-            low = _kth(units, seconds, top_k, low, high)
+            low = _kth(units, top_k, low, high)
         while stage != _DONE:
             if (stage == _COUNT) & (low >= high):
                 if top_p < 1.0:
@@ -300,29 +303,33 @@ def find_cut(
                             nth = cut_ties - tl.sum(tl.where(place == chunk, earlier, 0), 0)
                             cut_id = _nth_tie(row_ptr, chunk, cut, nth, V, CHUNK, SHIFT)
                         stage = _DONE
-    return cut, cut_ties, cut_id, kept.to(tl.float32), step
+    return cut, cut_ties, cut_id, kept.to(tl.float32), found, step
 
 
 @triton.jit
 def rest_of_cut(
-    row_ptr, words_ptr, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id, tested, coin, top, before, after,
-    rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr,
+    row_ptr, words_ptr, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id, listed, tested, coin, top,
+    before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr,
     THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """What a cut row leaves for the bonus: its sum, the chunk where ``coin`` falls and the mass before it; the step.
+    """What a cut row leaves for the bonus: its sum, the chunk where ``coin`` falls, the mass before; the step.
 
     Without the children if they were ``tested``; ``tokens``, ``rest`` and ``left`` are their first block.
+    Where kept tokens are ``listed``, the last step's words are the row's own: they tell which chunks have any.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     place = tl.arange(0, 64)
+    row_keys = row_words(words_ptr, step)
     step += 1
     tag = epoch + step
     words = row_words(words_ptr, step)
     for chunk in range(rank, chunks, programs):
         count = tl.zeros([_BLOCK], tl.int32)
         mass = tl.zeros([_BLOCK], tl.float32)
-        for start in range(chunk * CHUNK, chunk * CHUNK + CHUNK, _BLOCK):
+        key = (tl.load(row_keys + chunk, volatile=True) >> 32).to(tl.int32)
+        width = tl.where((listed == 1) & ((key >> SHIFT) < cut), 0, CHUNK)
+        for start in range(chunk * CHUNK, chunk * CHUNK + width, _BLOCK):
             index = start + tl.arange(0, _BLOCK)
             x = tl.load(row_ptr + index, mask=index < V, other=NO_MASS).to(tl.float32)
             unit = _unit(x, SHIFT)

@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["as_float", "keys_of", "masses_of", "publish", "row_words", "settled", "waiting", "word", "words_of"]
+__all__ = [
+    "all_words",
+    "as_float",
+    "keys_of",
+    "masses_of",
+    "publish",
+    "row_words",
+    "settled",
+    "word",
+]
 
 
 @triton.jit
@@ -20,7 +29,7 @@ def word(bits, tag):
 
 
 @triton.jit
-def words_of(row_words_ptr, half, chunks: tl.constexpr):
+def _words_of(row_words_ptr, half, chunks: tl.constexpr):
     """One half of a row's words, three [32] int64: maxima, sums, sums without the children."""
     lane = tl.arange(0, 32) + half * 32
     inside = lane < chunks
@@ -31,10 +40,32 @@ def words_of(row_words_ptr, half, chunks: tl.constexpr):
 
 
 @triton.jit
-def waiting(tops, sums, rests, half, tag, chunks: tl.constexpr):
+def _waiting(tops, sums, rests, half, tag, chunks: tl.constexpr):
     """Nonzero in the lanes of one half whose chunk is not published under ``tag`` yet."""
     stale = (tops.to(tl.int32) ^ tag) | (sums.to(tl.int32) ^ tag) | (rests.to(tl.int32) ^ tag)
     return tl.where((tl.arange(0, 32) + half * 32 < chunks) & (stale != 0), 1, 0)
+
+
+@triton.jit
+def all_words(row_words_ptr, tag, chunks: tl.constexpr, SHARED: tl.constexpr):
+    """A row's words, once every chunk is published, in two halves: maxima, sums, sums without the children.
+
+    Of at most 32 chunks the second half is the first again.
+    """
+    tops, sums, rests = _words_of(row_words_ptr, 0, chunks)
+    tops2, sums2, rests2 = tops, sums, rests
+    late = _waiting(tops, sums, rests, 0, tag, chunks)
+    if chunks > 32:
+        tops2, sums2, rests2 = _words_of(row_words_ptr, 1, chunks)
+        late = late | _waiting(tops2, sums2, rests2, 1, tag, chunks)
+    if SHARED:
+        while tl.max(late, 0) == 1:
+            tops, sums, rests = _words_of(row_words_ptr, 0, chunks)
+            late = _waiting(tops, sums, rests, 0, tag, chunks)
+            if chunks > 32:
+                tops2, sums2, rests2 = _words_of(row_words_ptr, 1, chunks)
+                late = late | _waiting(tops2, sums2, rests2, 1, tag, chunks)
+    return tops, sums, rests, tops2, sums2, rests2
 
 
 @triton.jit

@@ -42,14 +42,15 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels import launch
-from treeconv.kernels.filter_cuts import find_cut, is_kept, rest_of_cut, second_key, unit_shift
-from treeconv.kernels.published_words import keys_of, masses_of, waiting, word, words_of
+from treeconv.kernels.filter_cuts import find_cut, is_kept, rest_of_cut, unit_shift
+from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
 from treeconv.kernels.row_chunks import (
     chunk_mass,
     chunk_weight,
     maximum_key,
     opaque,
     prefetch,
+    scales,
     slow_mass,
     total,
     unordered,
@@ -127,20 +128,12 @@ def _verify_tree_kernel(
     epoch = tl.load(epochs_ptr + b, volatile=True)
 
     greedy = False
-    temperature = 1.0
-    before = 1.0
-    after = 1.0
-    rate = 1.0
+    temperature = before = after = rate = 1.0
     limit = 0.0  # |top / T| in bits up to which a chunk's exponents are one fma
     if not PROBS:
         temperature = tl.load(temperature_ptr + b)
         greedy = temperature == 0.0
-        before = tl.where(temperature > 1.8446744073709552e19, 1.262177448353619e-29, 1.0)  # 2^64, 2^-96
-        after = tl.where(temperature < 5.421010862427522e-20, 7.922816251426434e28, 1.0)  # 2^-64, 2^96
-        scaled = tl.where(greedy, 1.0, temperature * before * after)
-        rate = tl.div_rn(tl.where(greedy, 1.0, 1.4426950408889634), scaled)  # log2(e) / T
-        limit = tl.where(before * after == 1.0, 1024.0, 0.0)
-
+        before, after, rate, limit = scales(temperature)
     top_k = V
     top_p = 1.0
     min_p = 0.0
@@ -174,6 +167,7 @@ def _verify_tree_kernel(
     cut = 0  # what a filter keeps of the last row: units above the cut, and at it tokens up to cut_id
     cut_ties = 0
     cut_id = 0
+    listed = 0
 
     active = 1
     while active == 1:
@@ -193,7 +187,6 @@ def _verify_tree_kernel(
             next_index = (chunk + programs) * CHUNK + offsets
             x = tl.load(row_ptr + next_index, mask=next_index < V, other=NO_MASS)
             bad = 0
-            second = 0
             if PROBS:
                 bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
                 chunk_sum = total(mass, THREADS, VEC)
@@ -201,18 +194,15 @@ def _verify_tree_kernel(
                 if FILTERS:
                     if filtered:
                         key = tl.where(chunk_sum > 0.0, maximum_key(mass, THREADS, VEC), _EMPTY_KEY)
-                        second = second_key(mass, unordered(key), THREADS, VEC)
             else:
                 key = maximum_key(mass, THREADS, VEC)
                 top = unordered(key)
-                if greedy:
-                    bad = unusable(row_ptr, start, V, CHUNK, PTX)
+                if greedy:  # the lowest index of the maximum; -1 where there is NaN
                     index = opaque(start, PTX) + tl.arange(0, CHUNK)
-                    chunk_sum = tl.min(tl.where(mass == top, index, _BIG), 0).to(tl.float32, bitcast=True)
+                    lowest = tl.min(tl.where(mass == top, index, tl.where(mass == mass, _BIG, -1)), 0)
+                    bad = tl.where(lowest < 0, 2, tl.where(top == float("inf"), 1, 0))
+                    chunk_sum = lowest.to(tl.float32, bitcast=True)
                 else:
-                    if FILTERS:
-                        if filtered:
-                            second = second_key(mass, top, THREADS, VEC)
                     mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
                     chunk_sum = total(mass, THREADS, VEC)
                     if (chunk_sum != chunk_sum) | (top == float("inf")):
@@ -227,8 +217,7 @@ def _verify_tree_kernel(
                     rest_sum = total(mass, THREADS, VEC)
             tl.store(row_words + chunk, word(key, tag))
             tl.store(row_words + chunk + 64, word(chunk_sum.to(tl.int32, bitcast=True), tag))
-            rest_bits = tl.where(filtered, second, rest_sum.to(tl.int32, bitcast=True))
-            tl.store(row_words + chunk + 128, word(rest_bits, tag))
+            tl.store(row_words + chunk + 128, word(rest_sum.to(tl.int32, bitcast=True), tag))
 
         # 2. one step of the walk, from the published triples
         child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
@@ -240,18 +229,7 @@ def _verify_tree_kernel(
                 prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
         if not SHARED:
             tl.debug_barrier()  # this program's own stores
-        tops, sums, rests = words_of(row_words, 0, chunks)
-        late = waiting(tops, sums, rests, 0, tag, chunks)
-        if TWO:
-            tops2, sums2, rests2 = words_of(row_words, 1, chunks)
-            late = late | waiting(tops2, sums2, rests2, 1, tag, chunks)
-        if SHARED:
-            while tl.max(late, 0) == 1:
-                tops, sums, rests = words_of(row_words, 0, chunks)
-                late = waiting(tops, sums, rests, 0, tag, chunks)
-                if TWO:
-                    tops2, sums2, rests2 = words_of(row_words, 1, chunks)
-                    late = late | waiting(tops2, sums2, rests2, 1, tag, chunks)
+        tops, sums, rests, tops2, sums2, rests2 = all_words(row_words, tag, chunks, SHARED)
         keys = keys_of(tops, 0, chunks)
         both_keys = keys
         if TWO:
@@ -284,9 +262,11 @@ def _verify_tree_kernel(
                     row_sum = tl.sum(row_sums, 0)
             if FILTERS:
                 if filtered:
-                    cut, cut_ties, cut_id, row_sum, step = find_cut(
-                        row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p, min_p,
-                        temperature, before, after, rate, limit, chunks, CHUNK, THREADS, VEC, SHIFT, FILTERS == 2,
+                    cut, cut_ties, cut_id, row_sum, listed, step = find_cut(
+                        row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
+                        min_p,
+                        temperature, before, after, rate, limit, chunks, CHUNK, THREADS, VEC, SHIFT,
+                        FILTERS == 2,
                         PROBS, PTX,
                     )  # fmt: skip
 
@@ -298,13 +278,11 @@ def _verify_tree_kernel(
             testing = tl.where(used < cap, 1, 0)
             while testing == 1:
                 p = child_x.to(tl.float32)
-                kept = p == p
-                if FILTERS:
-                    kept = is_kept(p, tokens, cut, cut_id, SHIFT) | (not filtered)
                 if not PROBS:
                     p = slow_mass(p, top, before, after, rate, PTX)
                     p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
                 if FILTERS:
+                    kept = is_kept(child_x.to(tl.float32), tokens, cut, cut_id, SHIFT) | (not filtered)
                     p = tl.where(kept, p, 0.0)
                 prefix = acc + tl.cumsum(p, 0)
                 packed = (lane << 10) | nodes
@@ -341,8 +319,10 @@ def _verify_tree_kernel(
                                 sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
                             )
                         residual_sum, cut_chunk, cut_base, step = rest_of_cut(
-                            row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id,
-                            used < cap, tl.load(final_ptr + b), top, before, after, rate, tokens, rest, left,
+                            row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties,
+                            cut_id,
+                            listed, used < cap, tl.load(final_ptr + b), top, before, after, rate, tokens,
+                            rest, left,
                             sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP, PROBS, PTX,
                         )  # fmt: skip
                 if greedy:
@@ -396,15 +376,13 @@ def _verify_tree_kernel(
             index = start + offsets
             x = tl.load(rows_ptr + node.to(tl.int64) * stride_n + index, mask=index < V, other=NO_MASS)
             mass = x.to(tl.float32)
-            kept = mass == mass
-            if FILTERS:
-                kept = is_kept(mass, index, cut, cut_id, SHIFT) | (not filtered)
             weight = 1.0
             if not PROBS:
                 top = unordered(maximum_key(mass, THREADS, VEC))
                 mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
                 weight = chunk_weight(top, last_top, before, after, rate, limit, PTX)
             if FILTERS:
+                kept = is_kept(x.to(tl.float32), index, cut, cut_id, SHIFT) | (not filtered)
                 mass = tl.where(kept, mass, 0.0)
             if used < cap:
                 nodes, tokens, rest, left = siblings(
