@@ -248,6 +248,8 @@ def find_cut(
             stage = _WEIGH
         if limited:
             stage = _COUNT
+            if not JOINT:  # top-p's share is of the first k, whatever min-p leaves of them
+                low = tl.where(top_p < 1.0, depth, low)
             low = _kth(units, top_k, low, high)
         while stage != _DONE:
             if (stage == _COUNT) & (low >= high):
@@ -289,6 +291,7 @@ def find_cut(
                     cut_ties = tl.minimum(all_ties, top_k - tl.sum(third & 0xFFFF, 0))
                     if stage == _FIRST_K:
                         goal = share * (mass_above + cut_ties.to(tl.float64) * each)
+                        low = tl.maximum(low, floor)
                         stage = _WEIGH
                     else:
                         cut = low
@@ -309,14 +312,15 @@ def find_cut(
 @triton.jit
 def rest_of_cut(
     row_ptr, words_ptr, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id, listed, tested, coin, top,
-    before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr,
-    THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr,
-    PTX: tl.constexpr,
+    before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
+    CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr,
+    PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """What a cut row leaves for the bonus: its sum, the chunk where ``coin`` falls, the mass before; the step.
+    """What a cut row leaves for the bonus: its sum, ``coin``'s chunk, the mass before it; and the step.
 
     Without the children if they were ``tested``; ``tokens``, ``rest`` and ``left`` are their first block.
-    Where kept tokens are ``listed``, the last step's words are the row's own: they tell which chunks have any.
+    Where kept tokens are ``listed``, the last step's words are the row's own: they tell which chunks have
+    any.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     place = tl.arange(0, 64)

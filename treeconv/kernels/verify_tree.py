@@ -128,7 +128,7 @@ def _verify_tree_kernel(
     epoch = tl.load(epochs_ptr + b, volatile=True)
 
     greedy = False
-    temperature = before = after = rate = 1.0
+    temperature, before, after, rate = 1.0, 1.0, 1.0, 1.0
     limit = 0.0  # |top / T| in bits up to which a chunk's exponents are one fma
     if not PROBS:
         temperature = tl.load(temperature_ptr + b)
