@@ -21,7 +21,6 @@ import torch
 
 from treeconv.backends.triton import TritonBackend
 from treeconv.kernels import launch
-from treeconv.kernels.launch import LaunchPlan
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 COPY_RATE = 4.24e12  # bytes a second, read or written, of DESIGN section 7
@@ -88,15 +87,15 @@ def make_batch(seed: int, B: int, N: int, V: int, rate: float = 0.8) -> tuple[An
 
 
 def capture(
-    backend: TritonBackend, inputs: tuple[Any, ...], plan: LaunchPlan | None, depth_cap: int = 16
+    backend: TritonBackend, inputs: tuple[Any, ...], programs: int | None, depth_cap: int = 16
 ) -> tuple[torch.cuda.CUDAGraph, VerifyOutput]:
     """A graph of one call, and its outputs."""
     out = backend.empty_output(inputs[0], depth_cap)
-    backend.verify(*inputs, depth_cap, out=out, plan=plan)
+    backend.verify(*inputs, depth_cap, out=out, programs=programs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        backend.verify(*inputs, depth_cap, out=out, plan=plan)
+        backend.verify(*inputs, depth_cap, out=out, programs=programs)
     return graph, out
 
 
@@ -115,12 +114,12 @@ def time_graphs(graphs: list[torch.cuda.CUDAGraph], rounds: int = 15, replays: i
 
 
 def main() -> None:
-    """Print one line per batch size and plan."""
+    """Print one line per batch size and program count."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 16, 64, 128])
     parser.add_argument("--vocab", type=int, default=163840)
     parser.add_argument("--nodes", type=int, default=64)
-    parser.add_argument("--sweep", default="", help='more plans to try, as "B:P,W;P,W B:P,W"')
+    parser.add_argument("--sweep", default="", help='more program counts to try, as "B:P,P B:P"')
     parser.add_argument("--json", default="")
     parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,warps,registers,warps per SM")
     options = parser.parse_args()
@@ -128,7 +127,7 @@ def main() -> None:
     sweep = {}
     for part in options.sweep.split():
         B, plans = part.split(":")
-        sweep[int(B)] = [LaunchPlan(*map(int, plan.split(","))) for plan in plans.split(";")]
+        sweep[int(B)] = [int(programs) for programs in plans.split(",")]
     empty = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()
     empty.add_(1)
@@ -138,22 +137,22 @@ def main() -> None:
     print(f"one tiny kernel in a graph: {results[0]['null_kernel_us']:.2f} us")
     for B in options.batch:
         sets = [make_batch(seed, B, options.nodes, options.vocab) for seed in range(max(3, min(16, 64 // B)))]
-        for tune, plan in itertools.product(options.tune or [""], [None, *sweep.get(B, [])]):
+        for tune, programs in itertools.product(options.tune or [""], [None, *sweep.get(B, [])]):
             if tune:
                 chunk, warps, launch.REGISTERS, launch.WARPS_PER_SM = map(int, tune.split(","))
                 launch.chunk_size = lambda _, chunk=chunk: chunk
                 launch.warps_per_program = lambda _, warps=warps: warps
-            captured = [capture(backend, inputs, plan) for inputs in sets]
+            captured = [capture(backend, inputs, programs) for inputs in sets]
             us = time_graphs([graph for graph, _ in captured])
             visited = statistics.mean((out.accept_token_num.float().mean() + 1).item() for _, out in captured)
             longest = max(int(out.accept_token_num.max()) + 1 for _, out in captured)
             bound = visited * B * options.vocab * 2 / COPY_RATE * 1e6
-            shown = plan or backend.plan_for(B, options.nodes, options.vocab, torch.device("cuda", 0))
+            shown = programs or backend.programs_for(B, options.vocab, torch.device("cuda", 0))
             results.append(
-                {"B": B, "plan": str(shown), "us": us, "visited": visited, "bound_us": bound, "tune": tune}
+                {"B": B, "programs": shown, "us": us, "visited": visited, "bound_us": bound, "tune": tune}
             )
             print(
-                f"B={B:4d} P={shown.programs:4d} W={shown.read_ahead:3d} {tune:16s} {us:8.2f} us"
+                f"B={B:4d} P={shown:4d} {tune:16s} {us:8.2f} us"
                 f"  visited {visited:.2f} (max {longest})  bound {bound:6.2f}  limit {12 + 2 * bound:6.2f}"
                 f"  issue's {TARGET.get(B)}",
                 flush=True,

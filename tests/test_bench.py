@@ -10,6 +10,7 @@ import torch
 
 from treeconv import BackendUnavailable, InvalidArgument, verify
 from treeconv.bench import BenchGrid, BenchReport, BenchRow, _inputs, format_table, run_bench, save_plot
+from treeconv.bench_report import FilteredRow
 
 
 def report():
@@ -47,6 +48,20 @@ def test_table_holds_what_was_measured_and_left_out():
     assert first.endswith("*")  # 13 us against a limit of 12.4
     assert second.endswith("*")
     json.dumps(report().to_json())
+
+
+def test_figures_with_filters_stand_beside_the_one_without():
+    told = report()
+    for path, filters, us in (
+        ("triton", "no filters", 20.0),
+        ("triton", "top_p 0.9", 28.0),
+        ("deployed", "top_p 0.9", 747.0),
+    ):
+        told.filtered.append(FilteredRow(64, 1, 163840, 0.6, path, filters, us, 2.5))
+    text = format_table(told)
+    assert "triton 1 x 64 x 163840, T 0.6, top_p 0.9: 28.0 us, 1.40 x the sampler without" in text
+    assert "deployed 1 x 64 x 163840, T 0.6, top_p 0.9: 747.0 us" in text
+    json.dumps(told.to_json())
 
 
 def test_plot(tmp_path):

@@ -21,7 +21,6 @@ pytest.importorskip("triton")
 from treeconv.backends.triton import TritonBackend
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels import launch
-from treeconv.kernels.launch import AHEAD_BATCH, AHEAD_ROWS, MAX_BATCH, LaunchPlan
 from treeconv.kernels.verify_tree import INTERPRETED
 from treeconv.tree import Coins, RowStatus, VerifyInput
 
@@ -35,8 +34,8 @@ def gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
 
 
-# Ways to cut the same launch up; on the CPU programs run one after another, so there is one.
-PLANS = [LaunchPlan(1)] if DEVICE == "cpu" else [LaunchPlan(1), LaunchPlan(5, 2)]
+# Programs per request (None: the default); on the CPU they run one after another, so there is one.
+PROGRAMS = [1] if DEVICE == "cpu" else [1, None]
 BELOW_ONE = 1.0 - 2.0**-24
 MANTISSA_STEP = 2.0**-12  # dyadic laws are multiples of it
 
@@ -192,12 +191,12 @@ def poisoned(batch, depth_cap):
     return out
 
 
-def run(backend, batch, rows, T, coins, depth_cap, plan=None):
+def run(backend, batch, rows, T, coins, depth_cap, programs=None):
     """One call into poisoned buffers; T None means probabilities."""
     out = poisoned(batch, depth_cap)
     if T is None:
-        return backend.verify_probs(batch, rows, coins, depth_cap, out=out, plan=plan)
-    return backend.verify(batch, rows, T, coins, depth_cap, out=out, plan=plan)
+        return backend.verify_probs(batch, rows, coins, depth_cap, out=out, programs=programs)
+    return backend.verify(batch, rows, T, coins, depth_cap, out=out, programs=programs)
 
 
 def tensors_of(batch, rows, T, coins):
@@ -222,7 +221,7 @@ def expected(walks, N, depth_cap):
 
 
 def check(backend, case, depth_cap, *, probs, dtype=torch.float32, band=0.0):
-    """Compare with the slow walk, under every plan; returns how many requests were inside the band."""
+    """Compare with the slow walk, by every program count; returns how many requests were in the band."""
     batch, rows, T, coins = case.tensors(dtype)
     walks, keep = [], []
     for b, (child, sibling, tokens) in enumerate(case.trees):
@@ -232,12 +231,12 @@ def check(backend, case, depth_cap, *, probs, dtype=torch.float32, band=0.0):
         walks.append(slow_walk(child, sibling, tokens, law, us, exact(float(coins.final[b])), depth_cap))
         keep.append(walks[-1][3] >= band)
     want = expected(walks, case.N, depth_cap)
-    for plan in PLANS:
-        got = lists(run(backend, batch, rows, None if probs else T, coins, depth_cap, plan))
+    for programs in PROGRAMS:
+        got = lists(run(backend, batch, rows, None if probs else T, coins, depth_cap, programs))
         for b, kept in enumerate(keep):
             if kept:
                 pick = lambda r: (r[0][b], r[1][b], r[2][b * case.N : (b + 1) * case.N], r[3][b])  # noqa: B023, E731
-                assert pick(got) == pick(want), f"request {b}, {plan}"
+                assert pick(got) == pick(want), f"request {b}, {programs} programs"
     return len(keep) - sum(keep)
 
 
@@ -296,7 +295,7 @@ def test_dyadic_laws_are_walked_exactly(backend, V):
             coins = [coin, *(rng.choice([0.0, 1.0, rng.randrange(4096) * MANTISSA_STEP]) for _ in tokens[1:])]
             final = rng.choice([*neighbours(rng.randrange(4096) * MANTISSA_STEP), 0.0, 1.0, BELOW_ONE])
             case.add(parents, tokens, rows, coins=coins, final=final)
-        check(backend, case, rng.randint(1, 12), probs=True)
+        check(backend, case, rng.choice([1, 2, 3, 12]), probs=True)
 
 
 def test_the_bonus_boundary_is_decided_exactly(backend):
@@ -583,23 +582,26 @@ def test_bad_arguments_are_named(backend):
     with pytest.raises(InvalidArgument, match=r"out\.accept_index=\(1, 3\).*but must be contiguous \(1, 2\)"):
         backend.verify(batch, rows, T, coins, 2, out=out)
     if DEVICE == "cpu":
-        with pytest.raises(InvalidArgument, match=r"plan\.programs=2, but must be 1 in the interpreter"):
-            backend.verify(batch, rows, T, coins, 2, plan=LaunchPlan(2, 1))
+        with pytest.raises(InvalidArgument, match="programs=2, but must be 1 in the interpreter"):
+            backend.verify(batch, rows, T, coins, 2, programs=2)
+    else:
+        with pytest.raises(
+            InvalidArgument, match=r"programs=2, but must be in \[1, 1\], the chunks of a row"
+        ):
+            backend.verify(batch, rows, T, coins, 2, programs=2)
 
 
 @pytest.mark.parametrize("V", [1, 50257, 163840, 262144])
-@pytest.mark.parametrize("N", [1, 64, 1024])
-def test_plans_fit_the_device(N, V):
+def test_the_programs_of_a_launch_fit_the_device(V):
+    chunk = launch.chunk_size(V)
+    assert launch.MAX_CHUNKS * chunk >= V
     for sms in (16, 132, 148):
         for B in (1, 2, 3, 4, 7, 16, 64, 128, 500, 1024):
-            plan = launch.launch_plan(B, N, V, sms)
-            warps = launch.warps_per_program(launch.chunk_size(V))
-            assert plan.programs == 1 or B * plan.programs * warps <= launch.WARPS_PER_SM * sms
-            assert 0 <= plan.read_ahead <= N
-            assert plan.read_ahead <= AHEAD_ROWS
-            assert plan.read_ahead == 0 or B <= AHEAD_BATCH
-            assert launch.launch_plan(B, N, V, sms) == plan
-    assert launch.MAX_CHUNKS * launch.chunk_size(V) >= V
+            programs = launch.programs_per_request(B, V, sms)
+            warps = B * programs * launch.warps_per_program(chunk)
+            assert programs == 1 or warps <= launch.WARPS_PER_SM * sms
+            assert 1 <= programs <= -(-V // chunk)
+    assert launch.WARPS_PER_SM * 32 * launch.REGISTERS <= 65536
 
 
 # ----------------------------------------------------------------------------------------- on a GPU only
@@ -632,29 +634,26 @@ def big_batch(seed, B, N, V, dtype=torch.bfloat16, accept=0.7):
     return batch, rows, T, coins
 
 
-MANY_PLANS = [
-    LaunchPlan(programs, read_ahead)
-    for programs, read_ahead in ((1, 1), (1, 4), (2, 1), (3, 2), (7, 16), (16, 1), (40, 5), (64, 8), (64, 16))
-] + [LaunchPlan(1), LaunchPlan(3), LaunchPlan(64)]
-
-
 @gpu
 @pytest.mark.parametrize("V", [1000, 50257, 163840, 262144])
 def test_any_number_of_programs_gives_the_same_bits(backend, V):
-    """Outputs, and the published chunk triples of the root row, under ten ways to cut the launch up."""
+    """Outputs, and the published chunk triples of the root row."""
     B, N = 6, 20
     batch, rows, T, coins = big_batch(V, B, N, V)
     probs = torch.softmax(rows.float(), -1)
     chunks = -(-V // launch.chunk_size(V))
     for temperature, given in ((T, rows), (None, probs)):
         seen = None
-        for plan in (*MANY_PLANS, None):
-            out = lists(run(backend, batch, given, temperature, coins, 8, plan))
-            roots = backend._workspace(torch.device("cuda", 0)).words[2 * MAX_BATCH :: AHEAD_ROWS][:B]
-            triples = (roots[:, :, :chunks] >> 32).tolist() if plan and plan.read_ahead else seen[1]
+        for programs in (1, 2, 3, 7, 16, 40, 64, None):
+            if programs and programs > chunks:
+                continue
+            out = lists(run(backend, batch, given, temperature, coins, 8, programs))
+            run(backend, batch, given, temperature, coins, 2, programs)  # two rows: the root's words stay
+            roots = backend._workspace(torch.device("cuda", 0)).words[:B, 0]
+            triples = (roots[:, :, :chunks] >> 32).tolist()
             seen = seen or (out, triples)
-            assert out == seen[0], plan
-            assert triples == seen[1], plan
+            assert out == seen[0], programs
+            assert triples == seen[1], programs
         assert sum(seen[0][1]) > 3
 
 
@@ -748,8 +747,8 @@ def test_offsets_past_32_bits(backend):
     tail = torch.arange(B, device=DEVICE) * 381 % V
     rows[torch.arange(B, device=DEVICE), 63, tail] = 20.0
     want = [[9, 163838, int(t)] for t in tail]
-    for plan in (None, LaunchPlan(1), LaunchPlan(2)):
-        assert run(backend, batch, rows, T, coins, 4, plan).tokens == want
+    for programs in (None, 2):
+        assert run(backend, batch, rows, T, coins, 4, programs).tokens == want
 
 
 @gpu

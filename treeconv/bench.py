@@ -5,7 +5,8 @@ every row, a zeroed scratch tensor of the same size, ``sgl_kernel``; at T = 0 th
 ``verify_tree_greedy``. Times are medians over replays of CUDA graphs between CUDA events (``eager`` waits for
 the device and is called plainly); inputs are rotated so that few requests do not sit in the cache. The
 *bound* is the rows that the walks really visited, read once at the rate of a copy measured in the same run;
-the *limit* is the project's target, 12 us + 2 x bound.
+the *limit* is the project's target, 12 us + 2 x bound. At the headline shape the sampler is timed with
+filters too, each beside the same call without, and beside the deployed path with SGLang's top-p step.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import numpy as np
 import torch
 
 from treeconv.backends.registry import get_backend
-from treeconv.bench_report import BenchReport, BenchRow, format_table, save_plot
+from treeconv.bench_report import BenchReport, BenchRow, FilteredRow, format_table, save_plot
 from treeconv.convert import to_verify_input
 from treeconv.draft import build_draft_tree
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.filters import Cuts, Filters
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ class BenchGrid:
         budget_s: seconds after which no further shape is begun; what was left out is listed.
 
         measure_ms: device time per figure, about.
+
+        cuts: filters that every request carries, measured at 64 nodes, the largest vocabulary and the first
+            temperature above 0.
     """
 
     vocab_sizes: tuple[int, ...] = (32_000, 128_256, 163_840)
@@ -58,6 +63,12 @@ class BenchGrid:
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
     budget_s: float = 240.0
     measure_ms: float = 20.0
+    cuts: tuple[Cuts, ...] = (
+        Cuts(top_p=0.9),
+        Cuts(top_k=50, top_p=0.95, min_p=0.05),
+        Cuts(min_p=0.1),
+        Cuts(top_k=50),
+    )
 
     def shapes(self) -> Iterator[tuple[int, int, int]]:
         """``(N, B, V)``, the project's headline shape (64 nodes, the largest vocabulary) first."""
@@ -71,8 +82,10 @@ class _Inputs:
     logits: torch.Tensor
     coins: Coins
 
-    def call(self, path: Callable[..., VerifyOutput], temperature: torch.Tensor) -> VerifyOutput:
-        return path(self.batch, self.logits, temperature, self.coins, _DEPTH_CAP)
+    def call(
+        self, path: Callable[..., VerifyOutput], temperature: torch.Tensor, *more: Filters
+    ) -> VerifyOutput:
+        return path(self.batch, self.logits, temperature, self.coins, _DEPTH_CAP, *more)
 
 
 def _random_trees(rng: np.random.Generator, count: int, num_nodes: int, vocab: int) -> list[DraftTree]:
@@ -126,9 +139,20 @@ class _Deployed:
         return self._kernels is not None
 
     def sampled(
-        self, batch: VerifyInput, logits: torch.Tensor, temperature: torch.Tensor, coins: Coins, cap: int
+        self,
+        batch: VerifyInput,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        coins: Coins,
+        cap: int,
+        filters: Filters | None = None,
     ) -> VerifyOutput:
         probs = torch.softmax(logits.float().div_(temperature[:, None, None]), dim=-1)
+        if filters is not None:  # top-p alone, as SGLang's verifier applies it: to every row
+            from sgl_kernel import top_p_renorm_probs  # noqa: PLC0415
+
+            B, N, V = probs.shape
+            probs = top_p_renorm_probs(probs.view(B * N, V), filters.top_p.repeat_interleave(N)).view(B, N, V)
         scratch = torch.zeros_like(probs)
         output = self._output(batch, cap)
         if self._kernels is not None:
@@ -289,7 +313,60 @@ def run_bench(
                 if on_row:
                     on_row(row)
         del inputs
+    if "triton" in paths:
+        _measure_filters(grid, report, deployed, "deployed" in paths, started, device)
     return report
+
+
+def _measure_filters(
+    grid: BenchGrid,
+    report: BenchReport,
+    deployed: _Deployed,
+    has_deployed: bool,
+    started: float,
+    device: torch.device,
+) -> None:
+    """Rows of the sampler with filters and without, and of the deployed path with its top-p step."""
+    N, V = 64, max(grid.vocab_sizes)
+    sampled = [temperature for temperature in grid.temperatures if temperature > 0]
+    if N not in grid.num_draft_tokens or not sampled or not grid.cuts:
+        return
+    backend = get_backend("triton")
+    for B in grid.batch_sizes:
+        if time.monotonic() - started > 1.3 * grid.budget_s or _fits("triton", B, N, V, 1, device):
+            report.skipped.append((f"filters at {B} x {N} x {V}", "time or memory was over"))
+            continue
+        inputs = [_inputs(seed, B, N, V, device) for seed in range(max(1, min(16, 64 // B)))]
+        temperatures = torch.full((B,), sampled[0], device=device)
+        for cuts in (None, *grid.cuts):
+            more = () if cuts is None else (Filters.of([cuts] * B, V, device=device),)
+            function: Callable[..., VerifyOutput] = backend.verify
+            results = [each.call(function, temperatures, *more) for each in inputs]
+            graphs = [
+                _capture(
+                    partial(each.call, _with(function, _empty_output(function, out)), temperatures, *more),
+                    None,
+                )
+                for each, out in zip(inputs, results, strict=True)
+            ]
+            times = _event_times([graph.replay for graph in graphs], grid.measure_ms)
+            visited = statistics.mean(float(out.accept_token_num.float().mean()) + 1 for out in results)
+            row = FilteredRow(
+                N, B, V, sampled[0], "triton", str(cuts or "no filters"), statistics.median(times), visited
+            )
+            report.filtered.append(row)
+        if has_deployed and deployed.has_kernel and _fits("deployed", 2 * B, N, V, 0, device) is None:
+            top_p = Filters.of([Cuts(top_p=0.9)] * B, V, device=device)
+            try:
+                calls = [partial(each.call, deployed.sampled, temperatures, top_p) for each in inputs[:2]]
+                times = _event_times(calls, grid.measure_ms)
+            except (ImportError, RuntimeError) as error:
+                report.skipped.append((f"deployed with top-p at {B} x {N} x {V}", str(error)[:200]))
+            else:
+                report.filtered.append(
+                    FilteredRow(N, B, V, sampled[0], "deployed", "top_p 0.9", statistics.median(times), 0.0)
+                )
+        del inputs
 
 
 def _measure(

@@ -10,7 +10,7 @@ from treeconv.errors import BackendUnavailable
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["BenchReport", "BenchRow", "format_table", "save_plot"]
+__all__ = ["BenchReport", "BenchRow", "FilteredRow", "format_table", "save_plot"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,28 @@ class BenchRow:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class FilteredRow:
+    """One figure of a call whose requests carry filters.
+
+    Args:
+        path: "triton", in a graph, or "deployed", as plain calls.
+
+        filters: which, or "no filters".
+
+        visited: rows visited per request, mean; 0 where not counted.
+    """
+
+    num_draft_tokens: int
+    batch_size: int
+    vocab_size: int
+    temperature: float
+    path: str
+    filters: str
+    median_us: float
+    visited: float
+
+
 @dataclass
 class BenchReport:
     """Everything one run measured.
@@ -66,6 +88,8 @@ class BenchReport:
         converter: the device converter's: what -> microseconds, 128 trees of 64 nodes.
 
         skipped: ``[shape, why]`` of what was left out.
+
+        filtered: the figures with filters, each batch size's one without first.
     """
 
     device: str
@@ -73,6 +97,7 @@ class BenchReport:
     rows: list[BenchRow] = field(default_factory=list)
     converter: dict[str, float] = field(default_factory=dict)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    filtered: list[FilteredRow] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -111,6 +136,16 @@ def format_table(report: BenchReport) -> str:
     if shares:
         lines.append(f"accepts what deployed accepts: {min(shares):.2%} of requests at least, in every shape")
     lines += ["* over the limit of 12 us + 2 x bound", *notes]
+    plain: dict[int, float] = {}
+    for figure in report.filtered:
+        if figure.filters == "no filters":
+            plain[figure.batch_size] = figure.median_us
+        ratio = figure.median_us / plain.get(figure.batch_size, float("nan"))
+        lines.append(
+            f"filters: {figure.path} {figure.batch_size} x {figure.num_draft_tokens} x {figure.vocab_size},"
+            f" T {figure.temperature}, {figure.filters}: {figure.median_us:.1f} us,"
+            f" {ratio:.2f} x the sampler without"
+        )
     for why in dict.fromkeys(why for _, why in report.skipped):
         shapes = [shape for shape, reason in report.skipped if reason == why]
         lines.append(f"left out: {', '.join(shapes)}: {why}")

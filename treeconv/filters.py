@@ -17,7 +17,7 @@ mass is always kept, so no filter empties a law, and at temperature 0 none chang
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -127,6 +127,11 @@ class Filters:
             min_p=torch.tensor([cut.min_p for cut in cuts], dtype=torch.float32, device=device),
             order=order,
         )
+
+    def contiguous(self) -> Filters:
+        """The same filters in contiguous tensors; copies only what is not."""
+        tensors = (self.top_k.contiguous(), self.top_p.contiguous(), self.min_p.contiguous())
+        return replace(self, top_k=tensors[0], top_p=tensors[1], min_p=tensors[2])
 
     def cuts(self) -> list[Cuts]:
         """One :class:`Cuts` per request. Copies to the host, and so waits for the device."""

@@ -12,14 +12,12 @@ import torch
 from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels.launch import (
-    AHEAD_BATCH,
-    AHEAD_ROWS,
     MAX_BATCH,
     MAX_NODES,
     MAX_VOCAB,
-    LaunchPlan,
     Workspace,
-    launch_plan,
+    chunk_size,
+    programs_per_request,
 )
 from treeconv.kernels.verify_tree import INTERPRETED, verify_tree
 from treeconv.tree import VerifyOutput
@@ -27,6 +25,7 @@ from treeconv.tree import VerifyOutput
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from treeconv.filters import Filters
     from treeconv.tree import Coins, VerifyInput
 
 __all__ = ["TritonBackend"]
@@ -56,6 +55,7 @@ class TritonBackend:
         graph_safe=not INTERPRETED,
         devices=("cpu",) if INTERPRETED else ("cuda",),
         is_interpreted=INTERPRETED,
+        takes_filters=True,
     )
 
     def __init__(self) -> None:
@@ -69,9 +69,10 @@ class TritonBackend:
         temperature: torch.Tensor,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None = None,
         *,
         out: VerifyOutput | None = None,
-        plan: LaunchPlan | None = None,
+        programs: int | None = None,
     ) -> VerifyOutput:
         """Sample from ``softmax(logits / temperature)`` at each visited node.
 
@@ -86,9 +87,11 @@ class TritonBackend:
 
             depth_cap: accept slots per request, root included, >= 1.
 
+            filters: top-k, top-p and min-p on the same device, or None for none.
+
             out: tensors to write into and return, as :meth:`empty_output` makes them.
 
-            plan: overrides how the launch is cut up; the result is the same.
+            programs: overrides how many programs share a request; the result is the same.
 
         Raises:
             InvalidArgument: a shape, dtype, stride or size the kernel does not take, or mixed devices.
@@ -98,7 +101,7 @@ class TritonBackend:
         """
         if logits.dtype not in _LOGIT_DTYPES:
             raise InvalidArgument(f"logits.dtype={logits.dtype}, but must be bfloat16, float16 or float32")
-        return self._run(batch, "logits", logits, temperature, coins, depth_cap, out, plan)
+        return self._run(batch, "logits", logits, temperature, coins, depth_cap, filters, out, programs)
 
     def verify_probs(
         self,
@@ -106,9 +109,10 @@ class TritonBackend:
         target_probs: torch.Tensor,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None = None,
         *,
         out: VerifyOutput | None = None,
-        plan: LaunchPlan | None = None,
+        programs: int | None = None,
     ) -> VerifyOutput:
         """The same walk over laws given as they are; exact where they are multiples of 2^-12.
 
@@ -122,9 +126,11 @@ class TritonBackend:
 
             depth_cap: as for :meth:`verify`.
 
+            filters: as for :meth:`verify`.
+
             out: as for :meth:`verify`.
 
-            plan: as for :meth:`verify`.
+            programs: as for :meth:`verify`.
 
         Raises:
             InvalidArgument: as for :meth:`verify`.
@@ -133,7 +139,7 @@ class TritonBackend:
         """
         if target_probs.dtype != torch.float32:
             raise InvalidArgument(f"target_probs.dtype={target_probs.dtype}, but must be float32")
-        return self._run(batch, "target_probs", target_probs, None, coins, depth_cap, out, plan)
+        return self._run(batch, "target_probs", target_probs, None, coins, depth_cap, filters, out, programs)
 
     @staticmethod
     def empty_output(batch: VerifyInput, depth_cap: int) -> VerifyOutput:
@@ -158,8 +164,9 @@ class TritonBackend:
         temperature: torch.Tensor | None,
         coins: Coins,
         depth_cap: int,
+        filters: Filters | None,
         out: VerifyOutput | None,
-        plan: LaunchPlan | None,
+        programs: int | None,
     ) -> VerifyOutput:
         device = rows.device
         trees = {
@@ -170,6 +177,8 @@ class TritonBackend:
         given = {**trees, "coins.accept": coins.accept, "coins.final": coins.final}
         if temperature is not None:
             given["temperature"] = temperature
+        if filters is not None:
+            given |= {f"filters.{key}": getattr(filters, key) for key in ("top_k", "top_p", "min_p")}
         for name, tensor in given.items():
             if tensor.device != device:
                 raise InvalidArgument(
@@ -192,25 +201,23 @@ class TritonBackend:
             )
         if depth_cap < 1:
             raise InvalidArgument(f"depth_cap={depth_cap}, but must be >= 1: the root takes a slot")
-        shapes = {"coins.final": (B,), "temperature": (B,)}
+        flat = {"coins.final", "temperature", "filters.top_k", "filters.top_p", "filters.min_p"}
         for name, tensor in given.items():
-            if tuple(tensor.shape) != shapes.get(name, (B, N)):
-                raise InvalidArgument(
-                    f"{name}.shape={tuple(tensor.shape)}, but must be {shapes.get(name, (B, N))}"
-                )
-            dtype = torch.int64 if name in trees else torch.float32
+            shape = (B,) if name in flat else (B, N)
+            if tuple(tensor.shape) != shape:
+                raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {shape}")
+            dtype = torch.int64 if name in trees or name == "filters.top_k" else torch.float32
             if tensor.dtype != dtype:
                 raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
-        if plan is None:
-            plan = self.plan_for(B, N, V, device)
-        elif INTERPRETED and plan.programs > 1:
+        if programs is None:
+            programs = self.programs_for(B, V, device)
+        elif INTERPRETED and programs > 1:
             raise InvalidArgument(
-                f"plan.programs={plan.programs}, but must be 1 in the interpreter: it runs one at a time"
+                f"programs={programs}, but must be 1 in the interpreter: it runs one at a time"
             )
-        elif not 0 <= plan.read_ahead <= (min(N, AHEAD_ROWS) if B <= AHEAD_BATCH else 0):
+        elif not 1 <= programs <= -(-V // chunk_size(V)):
             raise InvalidArgument(
-                f"plan.read_ahead={plan.read_ahead}, but must be at most min(N, {AHEAD_ROWS}),"
-                f" and 0 if B is above {AHEAD_BATCH}"
+                f"programs={programs}, but must be in [1, {-(-V // chunk_size(V))}], the chunks of a row"
             )
         if out is None:
             out = self.empty_output(batch, depth_cap)
@@ -230,7 +237,8 @@ class TritonBackend:
                 out.predicts,
                 out.status,
                 self._workspace(device),
-                plan,
+                programs,
+                None if filters is None else filters.contiguous(),
             )
         return out
 
@@ -252,13 +260,13 @@ class TritonBackend:
                 )
 
     @staticmethod
-    def plan_for(B: int, N: int, V: int, device: torch.device) -> LaunchPlan:
-        """How a call of these shapes is cut up on ``device``."""
+    def programs_for(B: int, V: int, device: torch.device) -> int:
+        """How many programs share a request in a call of these shapes on ``device``."""
         if INTERPRETED:  # programs run one after another: none may wait for another
-            return LaunchPlan(1)
+            return 1
         if torch.version.hip is not None:  # pragma: no cover - co-residency was reasoned out for CUDA only
-            return LaunchPlan(1)
-        return launch_plan(B, N, V, torch.cuda.get_device_properties(device).multi_processor_count)
+            return 1
+        return programs_per_request(B, V, torch.cuda.get_device_properties(device).multi_processor_count)
 
     def _workspace(self, device: torch.device) -> Workspace:
         """The scratch of the current stream, made on first use; a capture takes the spare made earlier.

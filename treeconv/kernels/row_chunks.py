@@ -18,6 +18,7 @@ __all__ = [
     "opaque",
     "ordered",
     "prefetch",
+    "scales",
     "slow_mass",
     "total",
     "unordered",
@@ -85,6 +86,17 @@ def prefetch(pointers):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def scales(temperature):
+    """``before``, ``after``, ``rate`` and ``limit`` of a temperature; of 0, which needs none, those of 1."""
+    greedy = temperature == 0.0
+    before = tl.where(temperature > 1.8446744073709552e19, 1.262177448353619e-29, 1.0)  # 2^64, 2^-96
+    after = tl.where(temperature < 5.421010862427522e-20, 7.922816251426434e28, 1.0)  # 2^-64, 2^96
+    scaled = tl.where(greedy, 1.0, temperature * before * after)
+    rate = tl.div_rn(tl.where(greedy, 1.0, 1.4426950408889634), scaled)  # log2(e) / T
+    return before, after, rate, tl.where(before * after == 1.0, 1024.0, 0.0)
 
 
 @triton.jit

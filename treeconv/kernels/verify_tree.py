@@ -2,10 +2,11 @@
 
 **Contract.** For each request the walk of DESIGN section 2 (target-only, one coin a node, half-open buckets)
 over logits (``PROBS`` false; law ``softmax(x / T)``, ``T == 0`` is the lowest-index argmax) or over
-probabilities (``PROBS`` true; taken as they are). Every element of every output is written on every call.
-A pointer outside ``[0, N)`` counts as -1, every loop is bounded by N, a candidate outside ``[0, V)`` has mass
-zero: no input makes the kernel hang or leave its buffers. A row the walk does not visit may be read ahead
-(few requests, below) and never influences anything.
+probabilities (``PROBS`` true; taken as they are), after top-k, top-p and min-p where ``FILTERS`` is on
+(:mod:`.filter_cuts`). Every element of every output is written on every call. A pointer outside ``[0, N)``
+counts as -1, every loop is bounded by N, a candidate outside ``[0, V)`` has mass zero: no input makes the
+kernel hang or leave its buffers. A row the walk does not visit is never read (its lines may be prefetched
+into the L2 cache).
 
 **Arithmetic.** A row is cut into at most 64 chunks of ``CHUNK`` tokens, a function of V alone. Each chunk
 yields three numbers that do not depend on who computes them: its maximum ``c``, the sum of
@@ -21,37 +22,44 @@ its mass is positive and ``acc > coin * S``, acc being the float32 prefix sum of
 blocks of 32, and S the row's sum (1 for probabilities). This and ``cumsum(t) > v * S`` are decided in
 float64, where the product of two float32 is exact: on dyadic probabilities the whole walk is exact.
 
-**Co-operation.** The grid is (programs, B). The programs of a request first split the chunks of rows ``0 ..
-read_ahead - 1`` (the nodes a best-first builder thinks likeliest), if any; then, for each further row the
-walk reaches, that row's chunks. A triple is published as three 64-bit words, each a payload beside a 32-bit
+**Co-operation.** The grid is (programs, B). The programs of a request split the chunks of each row that the
+walk visits. A triple is published as three 64-bit words, each a payload beside a 32-bit
 tag, so that one poll tells that it is there and what it is: no fence, no counter. Tags do not repeat (an
 epoch per request, advanced by the last program to leave; they would after 2^32 rows), so nothing is cleared
-between calls and replays. Later rows alternate between two places in scratch: no program writes a place
-before every walking program has read what it held. All walking programs take the same decisions from the
+between calls and replays. Rows alternate between two places in scratch: no program writes a place
+before every program of the request has read what it held. All programs take the same decisions from the
 same words; the first one writes the outputs. Progress needs the programs of one request to be co-resident:
-:func:`~.launch.launch_plan` sees to it. Two launches that may overlap in time must not share a workspace.
+:func:`~.launch.programs_per_request` sees to it. Two launches that may overlap in time must not share a
+workspace.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from treeconv.kernels import launch
-from treeconv.kernels.published_words import keys_of, masses_of, waiting, word, words_of
+from treeconv.kernels.filter_cuts import find_cut, is_kept, rest_of_cut, unit_shift
+from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
 from treeconv.kernels.row_chunks import (
     chunk_mass,
     chunk_weight,
     maximum_key,
     opaque,
     prefetch,
+    scales,
     slow_mass,
     total,
     unordered,
     unusable,
 )
 from treeconv.kernels.sibling_lists import follow, siblings, without
+
+if TYPE_CHECKING:
+    from treeconv.filters import Filters
 
 __all__ = ["INTERPRETED", "verify_tree"]
 
@@ -62,27 +70,29 @@ _NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
 _BIG = tl.constexpr(1 << 30)  # above every token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "depth_cap"])  # N = 1 as a constant makes Triton 3.6 fail
 def _verify_tree_kernel(
     candidates_ptr,  # [B, N] int64, contiguous
     child_ptr,  # [B, N] int64, contiguous: retrieve_next_token
     sibling_ptr,  # [B, N] int64, contiguous: retrieve_next_sibling
     rows_ptr,  # [B, N, V] bf16, fp16 or fp32, strides (stride_b, stride_n, 1)
     temperature_ptr,  # [B] float32; not read when PROBS
+    top_k_ptr,  # [B] int64, this and the next two read with FILTERS only
+    top_p_ptr,  # [B] float32
+    min_p_ptr,  # [B] float32
     coins_ptr,  # [B, N] float32, contiguous
     final_ptr,  # [B] float32
     accept_index_ptr,  # [B, depth_cap] int32, out
     accept_num_ptr,  # [B] int32, out
     predicts_ptr,  # [B * N] int32, out
     status_ptr,  # [B] int32, out
-    words_ptr,  # [2 * MAX_B + AHEAD_B * AHEAD, 3, 64] int64, scratch
+    words_ptr,  # [MAX_B, 2, 3, 64] int64, scratch
     epochs_ptr,  # [3, MAX_B] int32, scratch: epoch, next epoch, programs that left
     N,  # slots per tree
     V,  # vocabulary
     depth_cap,  # accept slots per request
     stride_b,  # elements
     stride_n,  # elements
-    read_ahead,  # rows taken in the first step, at most min(N, AHEAD); 0: the root's, like any later row
     SLOTS: tl.constexpr,  # power of two >= N
     chunks: tl.constexpr,  # cdiv(V, CHUNK), at most 64
     CHUNK: tl.constexpr,  # tokens
@@ -90,15 +100,15 @@ def _verify_tree_kernel(
     VEC: tl.constexpr,  # elements of one load
     JUMP: tl.constexpr,  # N <= 64: sibling lists by tables in registers
     MAX_B: tl.constexpr,
-    AHEAD: tl.constexpr,
     PROBS: tl.constexpr,
-    SHARED: tl.constexpr,  # more than one program per request: the grid is (programs, B)
+    FILTERS: tl.constexpr,  # 0: none; 1: sequential order; 2: joint order
+    SHIFT: tl.constexpr,  # low bits that carry nothing in an ordered key of these rows' dtype
+    SHARED: tl.constexpr,  # more than one program per request: the grid is (programs, B), programs <= chunks
     PTX: tl.constexpr,  # an NVIDIA device
 ):
     rank = tl.program_id(0)
     programs = tl.num_programs(0)
     b = tl.program_id(1)
-    walkers = tl.minimum(programs, chunks)
     lane = tl.arange(0, 32)
     offsets = tl.arange(0, CHUNK)
     slots = tl.arange(0, SLOTS)
@@ -114,24 +124,27 @@ def _verify_tree_kernel(
     accept_index_ptr += b64 * depth_cap
     rows_ptr += b64 * stride_b
     if PTX:  # the first chunk, on its way before anything else
-        first_row = tl.minimum(rank // chunks, N - 1)
-        first_line = rank % chunks * CHUNK + tl.arange(0, CHUNK // 32) * 32
-        prefetch(rows_ptr + first_row.to(tl.int64) * stride_n + tl.minimum(first_line, V - 1))
+        prefetch(rows_ptr + tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1))
     epoch = tl.load(epochs_ptr + b, volatile=True)
 
     greedy = False
-    before = 1.0
-    after = 1.0
-    rate = 1.0
+    temperature, before, after, rate = 1.0, 1.0, 1.0, 1.0
     limit = 0.0  # |top / T| in bits up to which a chunk's exponents are one fma
     if not PROBS:
         temperature = tl.load(temperature_ptr + b)
         greedy = temperature == 0.0
-        before = tl.where(temperature > 1.8446744073709552e19, 1.262177448353619e-29, 1.0)  # 2^64, 2^-96
-        after = tl.where(temperature < 5.421010862427522e-20, 7.922816251426434e28, 1.0)  # 2^-64, 2^96
-        scaled = tl.where(greedy, 1.0, temperature * before * after)
-        rate = tl.div_rn(tl.where(greedy, 1.0, 1.4426950408889634), scaled)  # log2(e) / T
-        limit = tl.where(before * after == 1.0, 1024.0, 0.0)
+        before, after, rate, limit = scales(temperature)
+    top_k = V
+    top_p = 1.0
+    min_p = 0.0
+    filtered = False
+    if FILTERS:
+        top_k = tl.minimum(tl.load(top_k_ptr + b), V).to(tl.int32)
+        top_p = tl.load(top_p_ptr + b)
+        min_p = tl.load(min_p_ptr + b)
+        filtered = (top_k < V) | (top_p < 1.0) | (min_p > 0.0)
+        if not PROBS:
+            filtered = filtered & (temperature != 0.0)
 
     nothing = tl.full([SLOTS], -1, tl.int32)
     if rank == 0:  # this program writes the outputs, as the walk goes
@@ -151,210 +164,199 @@ def _verify_tree_kernel(
     last_base = 0.0
     last_top = 0.0
     residual_sum = 0.0
-    held = -1  # the node whose children these are
-    nodes = tl.full([32], -1, tl.int32)
-    tokens = nodes
-    rest = -1
-    left = N
+    cut = 0  # what a filter keeps of the last row: units above the cut, and at it tokens up to cut_id
+    cut_ties = 0
+    cut_id = 0
+    listed = 0
 
     active = 1
     while active == 1:
-        # 1. publish the chunks of this step's rows
-        if (step < 0) | (node >= read_ahead):
-            step += 1
-            ahead = (step == 0) & (read_ahead > 0)
-            tag = epoch + step
-            items = tl.where(ahead, read_ahead * chunks, chunks)
-            stride = tl.where(ahead, programs, walkers)
-            first_slot = rank // chunks
-            first_index = (rank - first_slot * chunks) * CHUNK + offsets
-            x = tl.load(
-                rows_ptr + tl.where(ahead, first_slot, node).to(tl.int64) * stride_n + first_index,
-                mask=first_index < tl.where(rank < items, V, 0),
-                other=NO_MASS,
-            )
-            for item in range(rank, items, stride):
-                slot = item // chunks
-                chunk = item - slot * chunks
-                start = chunk * CHUNK
-                row_node = tl.where(ahead, slot, node)
-                row_ptr = rows_ptr + row_node.to(tl.int64) * stride_n
-                mass = x.to(tl.float32)
-                following = item + stride
-                next_slot = following // chunks
-                next_index = (following - next_slot * chunks) * CHUNK + offsets
-                x = tl.load(
-                    rows_ptr + tl.where(ahead, next_slot, node).to(tl.int64) * stride_n + next_index,
-                    mask=next_index < tl.where(following < items, V, 0),
-                    other=NO_MASS,
-                )
-                if row_node != held:
-                    held = row_node
-                    nodes, tokens, rest, left = siblings(
-                        sibling_ptr, candidates_ptr, follow(child_ptr, row_node, N), N, N, V, JUMP
-                    )
-                bad = 0
-                if PROBS:
-                    bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
-                    chunk_sum = total(mass, THREADS, VEC)
-                    key = tl.where(chunk_sum > 0.0, 0, _EMPTY_KEY)
+        # 1. publish this program's chunks of the node's row, each fetched while the one before is summed
+        step += 1
+        tag = epoch + step
+        row_ptr = rows_ptr + node.to(tl.int64) * stride_n
+        row_words = words_ptr + (2 * b + (step & 1)) * 192
+        first_index = rank * CHUNK + offsets
+        x = tl.load(row_ptr + first_index, mask=first_index < V, other=NO_MASS)
+        nodes, tokens, rest, left = siblings(
+            sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
+        )
+        for chunk in range(rank, chunks, programs):
+            start = chunk * CHUNK
+            mass = x.to(tl.float32)
+            next_index = (chunk + programs) * CHUNK + offsets
+            x = tl.load(row_ptr + next_index, mask=next_index < V, other=NO_MASS)
+            bad = 0
+            if PROBS:
+                bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
+                chunk_sum = total(mass, THREADS, VEC)
+                key = tl.where(chunk_sum > 0.0, 0, _EMPTY_KEY)
+                if FILTERS:
+                    if filtered:
+                        key = tl.where(chunk_sum > 0.0, maximum_key(mass, THREADS, VEC), _EMPTY_KEY)
+            else:
+                key = maximum_key(mass, THREADS, VEC)
+                top = unordered(key)
+                if greedy:  # the lowest index of the maximum; -1 where there is NaN
+                    index = opaque(start, PTX) + tl.arange(0, CHUNK)
+                    lowest = tl.min(tl.where(mass == top, index, tl.where(mass == mass, _BIG, -1)), 0)
+                    bad = tl.where(lowest < 0, 2, tl.where(top == float("inf"), 1, 0))
+                    chunk_sum = lowest.to(tl.float32, bitcast=True)
                 else:
-                    key = maximum_key(mass, THREADS, VEC)
-                    top = unordered(key)
-                    if greedy:
+                    mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
+                    chunk_sum = total(mass, THREADS, VEC)
+                    if (chunk_sum != chunk_sum) | (top == float("inf")):
                         bad = unusable(row_ptr, start, V, CHUNK, PTX)
-                        index = opaque(start, PTX) + tl.arange(0, CHUNK)
-                        chunk_sum = tl.min(tl.where(mass == top, index, _BIG), 0).to(tl.float32, bitcast=True)
-                    else:
-                        mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
-                        chunk_sum = total(mass, THREADS, VEC)
-                        if (chunk_sum != chunk_sum) | (top == float("inf")):
-                            bad = unusable(row_ptr, start, V, CHUNK, PTX)
-                key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
-                rest_sum = chunk_sum
-                if not greedy:
-                    mass, found = without(
-                        mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
-                    )
-                    if found == 1:
-                        rest_sum = total(mass, THREADS, VEC)
-                place = tl.where(ahead, 2 * MAX_B + b * AHEAD + slot, 2 * b + (step & 1))
-                out = words_ptr + place * 192 + chunk
-                tl.store(out, word(key, tag))
-                tl.store(out + 64, word(chunk_sum.to(tl.int32, bitcast=True), tag))
-                tl.store(out + 128, word(rest_sum.to(tl.int32, bitcast=True), tag))
+            key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
+            rest_sum = chunk_sum
+            if (not greedy) & (not filtered):
+                mass, found = without(
+                    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
+                )
+                if found == 1:
+                    rest_sum = total(mass, THREADS, VEC)
+            tl.store(row_words + chunk, word(key, tag))
+            tl.store(row_words + chunk + 64, word(chunk_sum.to(tl.int32, bitcast=True), tag))
+            tl.store(row_words + chunk + 128, word(rest_sum.to(tl.int32, bitcast=True), tag))
 
         # 2. one step of the walk, from the published triples
-        if rank >= walkers:
+        child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+        coin = tl.load(coins_ptr + node)
+        if PTX:  # the likeliest next row, on its way to L2 while waiting
+            guess = follow(child_ptr, node, N)
+            if (guess >= 0) & (used < cap):
+                line = tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1)
+                prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
+        if not SHARED:
+            tl.debug_barrier()  # this program's own stores
+        tops, sums, rests, tops2, sums2, rests2 = all_words(row_words, tag, chunks, SHARED)
+        keys = keys_of(tops, 0, chunks)
+        both_keys = keys
+        if TWO:
+            keys2 = keys_of(tops2, 1, chunks)
+            both_keys = tl.maximum(keys, keys2)
+        top_key = tl.max(both_keys, 0)
+        if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
+            status = tl.where(top_key == _NAN_KEY, 1, tl.where(top_key == _INF_KEY, 2, 3))
             active = 0
         else:
-            if node != held:
-                held = node
-                nodes, tokens, rest, left = siblings(
-                    sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
-                )
-            row_ptr = rows_ptr + node.to(tl.int64) * stride_n
-            child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
-            coin = tl.load(coins_ptr + node)
-            if PTX:  # the likeliest next row, on its way to L2 while waiting
-                guess = follow(child_ptr, node, N)
-                if (guess >= read_ahead) & (used < cap):
-                    line = tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1)
-                    prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
-            ahead = node < read_ahead
-            tag = tl.where(ahead, epoch, epoch + step)
-            place = tl.where(ahead, 2 * MAX_B + b * AHEAD + node, 2 * b + (step & 1))
-            row_words = words_ptr + place * 192
-            if not SHARED:
-                tl.debug_barrier()  # this program's own stores
-            tops, sums, rests = words_of(row_words, 0, chunks)
-            late = waiting(tops, sums, rests, 0, tag, chunks)
-            if TWO:
-                tops2, sums2, rests2 = words_of(row_words, 1, chunks)
-                late = late | waiting(tops2, sums2, rests2, 1, tag, chunks)
-            if SHARED:
-                while tl.max(late, 0) == 1:
-                    tops, sums, rests = words_of(row_words, 0, chunks)
-                    late = waiting(tops, sums, rests, 0, tag, chunks)
+            top = unordered(top_key)
+            weight = tl.full([32], 1.0, tl.float32)
+            weight2 = weight
+            row_sum = tl.full([], 1.0, tl.float32)
+            if not PROBS:
+                if greedy:
+                    arg = tl.where(keys == top_key, (sums >> 32).to(tl.int32), _BIG)
                     if TWO:
-                        tops2, sums2, rests2 = words_of(row_words, 1, chunks)
-                        late = late | waiting(tops2, sums2, rests2, 1, tag, chunks)
-            keys = keys_of(tops, 0, chunks)
-            both_keys = keys
-            if TWO:
-                keys2 = keys_of(tops2, 1, chunks)
-                both_keys = tl.maximum(keys, keys2)
-            top_key = tl.max(both_keys, 0)
-            if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
-                status = tl.where(top_key == _NAN_KEY, 1, tl.where(top_key == _INF_KEY, 2, 3))
-                active = 0
-            else:
-                top = unordered(top_key)
-                weight = tl.full([32], 1.0, tl.float32)
-                weight2 = weight
-                row_sum = tl.full([], 1.0, tl.float32)
+                        arg2 = tl.where(keys2 == top_key, (sums2 >> 32).to(tl.int32), _BIG)
+                        arg = tl.minimum(arg, arg2)
+                    bonus = tl.min(arg, 0)
+                else:
+                    weight = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
+                    weight = tl.where(lane < chunks, weight, 0.0)
+                    row_sums = masses_of(sums, weight)
+                    if TWO:
+                        weight2 = chunk_weight(unordered(keys2), top, before, after, rate, limit, PTX)
+                        weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
+                        row_sums += masses_of(sums2, weight2)
+                    row_sum = tl.sum(row_sums, 0)
+            if FILTERS:
+                if filtered:
+                    cut, cut_ties, cut_id, row_sum, listed, step = find_cut(
+                        row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
+                        min_p,
+                        temperature, before, after, rate, limit, chunks, CHUNK, THREADS, VEC, SHIFT,
+                        FILTERS == 2,
+                        PROBS, PTX,
+                    )  # fmt: skip
+
+            # 2a. the children, in order
+            acc = 0.0
+            hit = _NEVER
+            last = -1  # the last child of positive mass
+            turned = 0  # whether these are no longer the first children
+            testing = tl.where(used < cap, 1, 0)
+            while testing == 1:
+                p = child_x.to(tl.float32)
                 if not PROBS:
-                    if greedy:
-                        arg = tl.where(keys == top_key, (sums >> 32).to(tl.int32), _BIG)
-                        if TWO:
-                            arg2 = tl.where(keys2 == top_key, (sums2 >> 32).to(tl.int32), _BIG)
-                            arg = tl.minimum(arg, arg2)
-                        bonus = tl.min(arg, 0)
-                    else:
-                        weight = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
-                        weight = tl.where(lane < chunks, weight, 0.0)
-                        row_sums = masses_of(sums, weight)
-                        if TWO:
-                            weight2 = chunk_weight(unordered(keys2), top, before, after, rate, limit, PTX)
-                            weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
-                            row_sums += masses_of(sums2, weight2)
-                        row_sum = tl.sum(row_sums, 0)
-
-                # 2a. the children, in order
-                acc = 0.0
-                hit = _NEVER
-                last = -1  # the last child of positive mass
-                testing = tl.where(used < cap, 1, 0)
-                while testing == 1:
-                    p = child_x.to(tl.float32)
-                    if not PROBS:
-                        p = slow_mass(p, top, before, after, rate, PTX)
-                        p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
-                    prefix = acc + tl.cumsum(p, 0)
-                    packed = (lane << 10) | nodes
-                    accepts = prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64)
-                    hit = tl.min(tl.where((p > 0.0) & accepts, packed, _NEVER), 0)
-                    testing = 0
-                    if hit == _NEVER:
-                        block_last = tl.max(tl.where(p > 0.0, packed, -1), 0)
-                        last = tl.where(block_last >= 0, block_last & 0x3FF, last)
-                        if rest >= 0:
-                            testing = 1
-                            held = -1  # these are no longer the node's first children
-                            acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
-                            nodes, tokens, rest, left = siblings(
-                                sibling_ptr, candidates_ptr, rest, left, N, V, JUMP
-                            )
-                            child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
-
-                # 2b. accept, or end the walk
-                chosen = hit & 0x3FF
+                    p = slow_mass(p, top, before, after, rate, PTX)
+                    p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
+                if FILTERS:
+                    kept = is_kept(child_x.to(tl.float32), tokens, cut, cut_id, SHIFT) | (not filtered)
+                    p = tl.where(kept, p, 0.0)
+                prefix = acc + tl.cumsum(p, 0)
+                packed = (lane << 10) | nodes
+                accepts = prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64)
+                hit = tl.min(tl.where((p > 0.0) & accepts, packed, _NEVER), 0)
+                testing = 0
                 if hit == _NEVER:
-                    residual = masses_of(tl.where(used < cap, rests, sums), weight)
-                    both = residual
+                    block_last = tl.max(tl.where(p > 0.0, packed, -1), 0)
+                    last = tl.where(block_last >= 0, block_last & 0x3FF, last)
+                    if rest >= 0:
+                        testing = 1
+                        turned = 1
+                        acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
+                        nodes, tokens, rest, left = siblings(
+                            sibling_ptr, candidates_ptr, rest, left, N, V, JUMP
+                        )
+                        child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+
+            # 2b. accept, or end the walk
+            chosen = hit & 0x3FF
+            if hit == _NEVER:
+                residual = masses_of(tl.where(used < cap, rests, sums), weight)
+                both = residual
+                if TWO:
+                    residual2 = masses_of(tl.where(used < cap, rests2, sums2), weight2)
+                    both = residual + residual2
+                residual_sum = tl.sum(both, 0)
+                cut_chunk = 0
+                cut_base = 0.0
+                if FILTERS:
+                    if filtered:
+                        if turned == 1:
+                            nodes, tokens, rest, left = siblings(
+                                sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
+                            )
+                        residual_sum, cut_chunk, cut_base, step = rest_of_cut(
+                            row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties,
+                            cut_id,
+                            listed, used < cap, tl.load(final_ptr + b), top, before, after, rate, tokens,
+                            rest, left,
+                            sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP, PROBS, PTX,
+                        )  # fmt: skip
+                if greedy:
+                    residual_sum = tl.where(last >= 0, 0.0, 1.0)
+                chosen = tl.where(residual_sum > 0.0, -1, last)
+                if chosen < 0:
+                    active = 0
+                    if residual_sum <= 0.0:
+                        status = 3  # only a row rewritten during the launch gets here
+                    goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
+                    prefix = tl.cumsum(residual, 0)
+                    over = (prefix.to(tl.float64) > goal) & (residual > 0.0)
+                    last_chunk = tl.min(tl.where(over, lane, _BIG), 0)
+                    final = tl.max(tl.where(residual > 0.0, lane, -1), 0)
                     if TWO:
-                        residual2 = masses_of(tl.where(used < cap, rests2, sums2), weight2)
-                        both = residual + residual2
-                    residual_sum = tl.sum(both, 0)
-                    if greedy:
-                        residual_sum = tl.where(last >= 0, 0.0, 1.0)
-                    chosen = tl.where(residual_sum > 0.0, -1, last)
-                    if chosen < 0:
-                        active = 0
-                        if residual_sum <= 0.0:
-                            status = 3  # only a row rewritten during the launch gets here
-                        goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
-                        prefix = tl.cumsum(residual, 0)
-                        over = (prefix.to(tl.float64) > goal) & (residual > 0.0)
-                        last_chunk = tl.min(tl.where(over, lane, _BIG), 0)
-                        final = tl.max(tl.where(residual > 0.0, lane, -1), 0)
-                        if TWO:
-                            first_half = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
-                            prefix2 = first_half + tl.cumsum(residual2, 0)
-                            over2 = (prefix2.to(tl.float64) > goal) & (residual2 > 0.0)
-                            last_chunk = tl.minimum(last_chunk, tl.min(tl.where(over2, lane + 32, _BIG), 0))
-                            final = tl.maximum(final, tl.max(tl.where(residual2 > 0.0, lane + 32, -1), 0))
-                        last_chunk = tl.where(last_chunk == _BIG, tl.maximum(final, 0), last_chunk)
-                        last_base = tl.sum(tl.where(lane == last_chunk - 1, prefix, 0.0), 0)
-                        if TWO:
-                            last_base += tl.sum(tl.where(lane == last_chunk - 33, prefix2, 0.0), 0)
-                        last_top = top
-                if chosen >= 0:
-                    if rank == 0:
-                        tl.store(predicts_ptr + node, tl.load(candidates_ptr + chosen).to(tl.int32))
-                        tl.store(accept_index_ptr + used, b * N + chosen)
-                    node = chosen
-                    used += 1
+                        first_half = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
+                        prefix2 = first_half + tl.cumsum(residual2, 0)
+                        over2 = (prefix2.to(tl.float64) > goal) & (residual2 > 0.0)
+                        last_chunk = tl.minimum(last_chunk, tl.min(tl.where(over2, lane + 32, _BIG), 0))
+                        final = tl.maximum(final, tl.max(tl.where(residual2 > 0.0, lane + 32, -1), 0))
+                    last_chunk = tl.where(last_chunk == _BIG, tl.maximum(final, 0), last_chunk)
+                    last_base = tl.sum(tl.where(lane == last_chunk - 1, prefix, 0.0), 0)
+                    if TWO:
+                        last_base += tl.sum(tl.where(lane == last_chunk - 33, prefix2, 0.0), 0)
+                    if FILTERS:
+                        last_chunk = tl.where(filtered, cut_chunk, last_chunk)
+                        last_base = tl.where(filtered, cut_base, last_base)
+                    last_top = top
+            if chosen >= 0:
+                if rank == 0:
+                    tl.store(predicts_ptr + node, tl.load(candidates_ptr + chosen).to(tl.int32))
+                    tl.store(accept_index_ptr + used, b * N + chosen)
+                node = chosen
+                used += 1
 
     # 3. the last program to leave opens the next epoch
     if SHARED:
@@ -379,11 +381,13 @@ def _verify_tree_kernel(
                 top = unordered(maximum_key(mass, THREADS, VEC))
                 mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
                 weight = chunk_weight(top, last_top, before, after, rate, limit, PTX)
+            if FILTERS:
+                kept = is_kept(x.to(tl.float32), index, cut, cut_id, SHIFT) | (not filtered)
+                mass = tl.where(kept, mass, 0.0)
             if used < cap:
-                if held != node:
-                    nodes, tokens, rest, left = siblings(
-                        sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
-                    )
+                nodes, tokens, rest, left = siblings(
+                    sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
+                )
                 mass, _ = without(
                     mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
                 )
@@ -418,7 +422,8 @@ def verify_tree(
     predicts: torch.Tensor,
     status: torch.Tensor,
     workspace: launch.Workspace,
-    plan: launch.LaunchPlan,
+    programs: int,
+    filters: Filters | None = None,
 ) -> None:
     """Launch the sampler on the current stream; nothing is checked, allocated or waited for.
 
@@ -447,16 +452,22 @@ def verify_tree(
 
         workspace: scratch on the same device.
 
-        plan: with more than one program a request, all of them must fit the device at once.
+        programs: per request, at most the row's chunks; if more than one, ``B * programs`` of them must fit
+            the device at once.
+
+        filters: contiguous tensors on the same device, or None: then nothing of them is compiled in.
     """
     B, N, V = rows.shape
     chunk = launch.chunk_size(V)
-    _verify_tree_kernel[(plan.programs, B)](
+    _verify_tree_kernel[(programs, B)](
         candidates,
         retrieve_next_token,
         retrieve_next_sibling,
         rows,
         coins if temperature is None else temperature,
+        candidates if filters is None else filters.top_k,
+        coins if filters is None else filters.top_p,
+        coins if filters is None else filters.min_p,
         coins,
         coins_for_final_sampling,
         accept_index,
@@ -470,7 +481,6 @@ def verify_tree(
         accept_index.shape[1],
         rows.stride(0),
         rows.stride(1),
-        plan.read_ahead,
         SLOTS=max(32, triton.next_power_of_2(N)),
         chunks=triton.cdiv(V, chunk),
         CHUNK=chunk,
@@ -478,9 +488,10 @@ def verify_tree(
         VEC=launch.vector_size(rows),
         JUMP=N <= launch.JUMP_LIMIT,
         MAX_B=launch.MAX_BATCH,
-        AHEAD=launch.AHEAD_ROWS,
         PROBS=temperature is None,
-        SHARED=plan.programs > 1,
+        FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
+        SHIFT=unit_shift(rows.dtype),
+        SHARED=programs > 1,
         PTX=not INTERPRETED and torch.version.hip is None,
         num_warps=launch.warps_per_program(chunk),
         maxnreg=launch.REGISTERS,
