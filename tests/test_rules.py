@@ -318,3 +318,9 @@ def test_a_threshold_of_0_accepts_the_eldest_child_of_positive_mass(backend):
         threshold_acc=1e-9,
     )
     assert output.accept_index.tolist() == [[0, 1, 3]]
+
+
+def test_laws_about_filters_want_a_backend_that_takes_them():
+    without = FunctionBackend(lambda batch, target_probs, coins, depth_cap, rule: None, "ruled")  # noqa: ARG005
+    skipped = {law.name for law in BACKEND_LAWS if "takes no filters" in (why_not(law, without) or "")}
+    assert {"chain-rule-filters", "recursive-rule-filters", "match-rule-filters"} <= skipped

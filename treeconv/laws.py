@@ -103,6 +103,9 @@ _FILTERED = (
     "filtered_batches",
     "filtered_wide",
     "processed_filtered",
+    "chain_filtered",
+    "recursive_filtered",
+    "match_filtered",
 )
 _PROCESSED: dict[str, tuple[ProcessorKind, ...]] = {
     **dict.fromkeys(("masked", "masked_batches", "masked_wide", "forbidden_rows"), ("bias", "bitmask")),

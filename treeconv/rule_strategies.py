@@ -50,7 +50,7 @@ def draft_laws(
             near = row + np.float32(noise) * np.cos(np.arange(vocab, dtype=np.float32))
             laws[node] = target_probs(near, request.temperature) if kind == "logits" else row
             continue
-        laws[node] = draw(dyadic_rows(1, vocab, max_bits=max_bits))[0]
+        laws[node] = draw(dyadic_rows(1, vocab, min_bits=min(2, max_bits), max_bits=max_bits))[0]
         if what == "bad" and allow_unusable:
             value = draw(st.sampled_from([np.nan, np.inf, -1.0]))
             laws[node, list(draw(st.sets(st.integers(0, vocab - 1), min_size=1)))] = value
@@ -69,9 +69,12 @@ def rule_cases(
 
     Shrinks as :func:`treeconv.strategies.verify_cases` does, q towards all mass on token 0.
     """
-    shapes: dict[str, Any] = {"shapes": ["chain"]} if rule == "chain" else {}
+    # Siblings are what the recursive rule is about: a star has them at once.
+    named = {"chain": ["chain"], "recursive": ["star", "star", "k-ary", "random", "best-first"]}
+    shapes: dict[str, Any] = {"shapes": named[rule]} if rule in named else {}
     many, nodes, vocab = (1, 4, 6) if allow_filters else (2, 5, 7)
-    sizes: dict[str, Any] = {"max_requests": many, "max_nodes": nodes, "min_vocab": 2, "max_vocab": vocab}
+    least = 4 if rule == "recursive" else 2  # two siblings, and a choice of what is left
+    sizes: dict[str, Any] = {"max_requests": many, "max_nodes": nodes, "min_vocab": least, "max_vocab": vocab}
     case = draw(verify_cases(kind=kind, allow_filters=allow_filters, **sizes, **shapes))
     requests = case.requests
     if rule in RATIO_RULES:
@@ -90,9 +93,9 @@ def sampled_draft_cases(draw: DrawFn, rule: RuleName) -> VerifyCase:
 
     Few nodes and tokens, masses in sixteenths: the law enumerates drafts and coins. Shrinks towards one root.
     """
-    shapes = ["chain"] if rule == "chain" else ["star", "random", "chain"]
+    shapes = ["chain"] if rule == "chain" else ["star", "star", "random"]
     # Two siblings want a fourth token: among three, what is left after one rejection leaves no choice.
-    nodes, vocab = draw(st.sampled_from([(4, 3), (3, 4)]), label="sizes")
+    nodes, vocab = draw(st.sampled_from([(4, 3), (3, 4), (3, 4)]), label="sizes")
     case = draw(
         verify_cases(
             kind="probs",

@@ -303,7 +303,7 @@ class SiblingsKeepTheirMass(RuleSampler):
         return q
 
 
-@fault("recursive-rule", "recursive-rule-outcome")
+@fault("recursive-rule")  # over sampled drafts it shows in a few cases of a hundred
 class ResidualNotNormalised(RuleSampler):
     def left_of_p(self, p, q, token):
         left = self.residual(p, q, token)
