@@ -127,7 +127,7 @@ def render() -> str:
         decisions=f"{sum(counts[1] for counts in every):,}",
         alarms=sum(counts[2] for counts in every),
         aim=f"{AIM:,}",
-        pairs=len(pairs()),
+        pairs=stored["pairs"],
         reached=sum(counts[0] >= AIM for counts in every),
     )
     rows = []
@@ -146,7 +146,7 @@ def save(results: dict[str, dict[str, list[int]]], shares: dict[str, list[float]
     """Write the counts, a sampler a line, atomically."""
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(laws)}" for name, laws in results.items())
     part = RESULTS.with_suffix(".part")
-    part.write_text(f'{{"band": {json.dumps(shares)},\n "judged": {{\n{lines}}}}}\n')
+    part.write_text(f'{{"pairs": {len(pairs())}, "band": {json.dumps(shares)},\n "judged": {{\n{lines}}}}}\n')
     part.replace(RESULTS)
 
 
@@ -165,7 +165,7 @@ def main() -> int:
     alarms = 0
     with multiprocessing.Pool(options.jobs) as pool:
         while time.monotonic() < ends:
-            known = {pair: results[pair[0]].get(pair[1], [0, 0, 0, 0]) for pair in pairs()}
+            known = {pair: results.get(pair[0], {}).get(pair[1], [0, 0, 0, 0]) for pair in pairs()}
             due = [pair for pair in sorted(known, key=lambda pair: known[pair][3]) if known[pair][0] < AIM]
             if not due:
                 break

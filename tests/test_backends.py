@@ -25,6 +25,7 @@ from treeconv.backends.base import Backend, BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
 from treeconv.backends.reference import ReferenceBackend
 from treeconv.backends.registry import BACKENDS, available_backends, choose_backend, get_backend
+from treeconv.processors import PROCESSORS
 from treeconv.rules import RULES
 
 BATCH = to_verify_input([DraftTree.chain([9, 1])])
@@ -72,10 +73,10 @@ def test_a_name_gives_one_backend(name):
 
 def test_claims():
     assert get_backend("reference").traits == BackendTraits(
-        devices=("cpu",), takes_filters=True, rules=RULES, takes_thresholds=True
+        devices=("cpu",), takes_filters=True, takes_processors=PROCESSORS, rules=RULES, takes_thresholds=True
     )
     assert get_backend("eager").traits == BackendTraits(
-        takes_filters=True, rules=RULES, takes_thresholds=True
+        takes_filters=True, takes_processors=PROCESSORS, rules=RULES, takes_thresholds=True
     )
 
 

@@ -14,6 +14,8 @@ from treeconv.backends.eager import EagerBackend
 from treeconv.backends.reference import ReferenceBackend
 from treeconv.backends.registry import get_backend
 from treeconv.laws import BACKEND_LAWS, law_named, why_not
+from treeconv.processor_strategies import PROCESSOR_CASES
+from treeconv.processors import PROCESSORS, RequestProcessors
 from treeconv.strategies import cases_for
 from treeconv.tree_laws import TREE_LAWS, tree_law_named
 
@@ -37,6 +39,25 @@ FILTERED = replace(
     BATCH,
     requests=(replace(BATCH.requests[0], top_k=3, top_p=0.75), *BATCH.requests[1:]),
     filter_order="joint",
+)
+MASKED = replace(
+    BATCH,
+    requests=tuple(
+        replace(
+            one,
+            processors=RequestProcessors(
+                np.array([0, 0.5, -np.inf, 0]), np.full((len(one.tree), 1), 0b1011, np.int32)
+            ),
+        )
+        for one in BATCH.requests
+    ),
+)
+PENALISED = replace(
+    MASKED,
+    requests=tuple(
+        replace(one, processors=replace(one.processors, frequency_penalty=0.5, committed_tokens=(1, 3)))
+        for one in MASKED.requests
+    ),
 )
 Q = np.array([[0.5, 0.125, 0.25, 0.125], [0.25] * 4, [0.5, 0.5, 0, 0], [0, 0.75, 0, 0.25]], np.float32)
 
@@ -66,6 +87,23 @@ CASES = {
     "filtered_logits": FILTERED,
     "filtered_wide": FILTERED,
     "filtered_batches": FILTERED,
+    "masked": MASKED,
+    "masked_wide": MASKED,
+    "masked_batches": MASKED,
+    "forbidden_rows": replace(
+        MASKED,
+        requests=(
+            replace(
+                MASKED.requests[0], processors=RequestProcessors(token_bitmask=np.zeros((4, 1), np.int32))
+            ),
+        ),
+    ),
+    "penalised": PENALISED,
+    "penalised_wide": PENALISED,
+    "penalised_batches": PENALISED,
+    "processed_filtered": replace(
+        PENALISED, requests=(replace(PENALISED.requests[0], top_k=3), *PENALISED.requests[1:])
+    ),
     **{
         f"{name}{ending}": by_rule(rule, case)
         for name, rule in (("chain", "chain"), ("recursive", "recursive"), ("match", "draw_and_match"))
@@ -274,20 +312,28 @@ def test_a_sampler_of_probabilities_is_handed_the_softmax_and_replays_the_logits
 @pytest.mark.parametrize(
     ("traits", "skipped"),
     [
-        (BackendTraits(takes_filters=True), set()),
+        (BackendTraits(takes_filters=True, takes_processors=PROCESSORS), set()),
         (
-            BackendTraits(takes_filters=True, takes_probs=False),
+            BackendTraits(takes_filters=True, takes_processors=PROCESSORS, takes_probs=False),
             {"dyadic", "dyadic_small", "zero_mass", "filtered", "filtered_roots", "filtered_small"},
         ),
-        (BackendTraits(takes_filters=True, reports_status=False), {"bad_rows"}),
-        (BackendTraits(takes_filters=True, takes_logits=False), set()),
-        (BackendTraits(), {kind for kind in CASES if kind.startswith("filtered")}),
+        (
+            BackendTraits(takes_filters=True, takes_processors=PROCESSORS, reports_status=False),
+            {"bad_rows", "forbidden_rows"},
+        ),
+        (BackendTraits(takes_filters=True, takes_processors=PROCESSORS, takes_logits=False), set()),
+        (BackendTraits(), {kind for kind in CASES if kind.startswith("filtered")} | set(PROCESSOR_CASES)),
+        (
+            BackendTraits(takes_filters=True, takes_processors=("bias", "bitmask")),
+            {"penalised", "penalised_wide", "penalised_batches", "processed_filtered"},
+        ),
     ],
 )
 def test_laws_apply_where_the_claim_is_made(traits, skipped):
     backend = EagerBackend()
     backend.traits = traits
-    assert {law.cases for law in BACKEND_LAWS if why_not(law, backend) is not None} == skipped
+    laws = [law for law in BACKEND_LAWS if law.rule == "target_only" and "bucket" in law.coins]
+    assert {law.cases for law in laws if why_not(law, backend) is not None} == skipped
 
 
 def test_every_law_has_a_name_a_meaning_and_cases():

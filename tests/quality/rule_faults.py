@@ -266,7 +266,7 @@ class DraftInBfloat16(RuleSampler):  # B09, deepseek-ai/DeepSpec#31: drawn in on
 
 
 @fault("chain-rule", "chain-rule-outcome")
-class MatchOrRatio(RuleSampler):  # B10, alibaba/rtp-llm PR#1295
+class MatchOrRatioInAChain(RuleSampler):  # B10, alibaba/rtp-llm PR#1295
     def accepts(self, p, q, token, coin, final):
         return super().accepts(p, q, token, coin, final) or self.draw(p, final) == token
 
@@ -287,13 +287,13 @@ class DraftVocabularyNotRemapped(RuleSampler):  # B12, rtp-llm PR#1311
         return np.roll(super().draft_law(request, node), 1)
 
 
-@fault("recursive-rule", "recursive-rule-outcome")
+@fault("recursive-rule-outcome", "recursive-rule")
 class UnconditionalSiblings(RuleSampler):  # B14, SafeAILab/EAGLE#74
     def left_of_q(self, q, token):
         return q
 
 
-@fault("recursive-rule", "recursive-rule-outcome")
+@fault("recursive-rule-outcome", "recursive-rule")
 class SiblingsKeepTheirMass(RuleSampler):
     """The rejected token leaves q, but what is left is not renormalised."""
 
@@ -318,7 +318,7 @@ class SoftmaxOfTheDifference(RuleSampler):  # B24, transformers PR#28508
 
 
 @fault("chain-rule", "chain-rule-outcome", "recursive-rule")
-class RejectingCoinDrawsTheBonus(RuleSampler):  # B31, vllm PR#54282: the noise that rejected also recovers
+class RejectingCoinDrawsFromTheResidual(RuleSampler):  # B31, vllm PR#54282: its noise recovers
     def bonus_coin(self, coins, final):
         return coins[-1]
 
@@ -457,7 +457,7 @@ class SumsInPlace(RuleSampler):
 
 
 @fault("most-accepted", "accepted-length")
-class FirstChildOnly(RuleSampler):
+class FirstSiblingOnly(RuleSampler):
     """Exact, and accepts too little: only the eldest child is ever tested."""
 
     def target_only(self, p, drafted, coin, final):
