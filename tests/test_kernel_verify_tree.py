@@ -654,7 +654,7 @@ def test_any_number_of_programs_gives_the_same_bits(backend, V):
             seen = seen or (out, triples)
             assert out == seen[0], programs
             assert triples == seen[1], programs
-        assert sum(seen[0][1]) > 3
+        assert sum(seen[0][1]) >= 3  # drafts are accepted: several rows are walked
 
 
 @gpu
