@@ -153,15 +153,15 @@ class KeepsTheLastOutput(Wraps):
 
 @fault("poisoned-buffers")
 class ScratchIsAddedTo(Wraps):
-    """A counter that every call should have cleared."""
+    """A word per request that every call should have cleared."""
 
     def spoil(self, out, call):
-        key = tuple(out.accept_token_num.shape)
+        size = len(out.accept_token_num)
         if not hasattr(self, "scratch"):
             self.scratch = {}
-        before = self.scratch.get(key, torch.zeros_like(out.accept_token_num))
-        self.scratch[key] = out.accept_token_num.clone()
-        return VerifyOutput(**{**vars(out), "accept_token_num": out.accept_token_num + (before > 1)})
+        before = self.scratch.get(size, torch.zeros_like(out.accept_token_num))
+        self.scratch[size] = out.predicts.view(size, -1).amax(1)
+        return VerifyOutput(**{**vars(out), "accept_token_num": out.accept_token_num + before % 2})
 
 
 @fault("covered-support")

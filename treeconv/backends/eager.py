@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["EagerBackend"]
 
 _BLOCK = 512  # elements of a blocked sum: short enough to be accurate, long enough to be fast
+_FEW = 2**20  # masses that go to the host at once
 _SHORTLIST = 1024  # tokens among which a filter's cut is looked for first
 _LARGEST_RECIPROCAL = 2.0**126  # between this and its reciprocal both are normal float32 numbers
 
@@ -337,6 +338,8 @@ class _LazyWalk:
         requests, weights = self._weights(requests)
         if not requests:
             return []
+        if weights.numel() <= _FEW:  # on a device every small read would wait for it anew
+            weights = weights.cpu()
         children = [self._children(request) for request in requests]
         drafted = [  # places in the flattened weights
             lane * weights.shape[1] + self._tokens[requests[lane]][kid]
