@@ -20,7 +20,7 @@ from treeconv import (
     to_verify_input,
 )
 from treeconv.backends import registry, sgl
-from treeconv.backends.sgl import SglBackend, SglKernels, load_sgl_kernels
+from treeconv.backends.sgl import SglBackend, SglKernels, load_sgl_kernels, top_p_renormalised
 from treeconv.laws import BACKEND_LAWS, law_named, why_not
 from treeconv.strategies import cases_for
 from treeconv.suite import select_backends
@@ -196,3 +196,15 @@ def test_raw_is_not_judged_unless_asked_for(monkeypatch):
     assert "sgl-raw" not in [backend.name for backend in chosen]
     assert "by name" in reasons["sgl-raw"]
     assert [backend.name for backend in select_backends(["sgl-raw"], "cuda")[0]] == ["sgl-raw"]
+
+
+def test_the_top_p_step_cuts_each_row_at_its_requests_share(monkeypatch):
+    sampling = types.ModuleType("sgl_kernel.sampling")
+    sampling.top_p_renorm_prob = lambda rows, top_p: rows * top_p[:, None]
+    monkeypatch.setitem(sys.modules, "sgl_kernel", types.ModuleType("sgl_kernel"))
+    monkeypatch.setitem(sys.modules, "sgl_kernel.sampling", sampling)
+    cut = top_p_renormalised(torch.ones(2, 3, 4), torch.tensor([0.5, 0.25]))
+    assert cut[:, :, 0].tolist() == [[0.5] * 3, [0.25] * 3]
+    del sampling.top_p_renorm_prob
+    with pytest.raises(BackendUnavailable, match="sgl_kernel has no top-p step here"):
+        top_p_renormalised(torch.ones(1, 1, 2), torch.ones(1))

@@ -149,10 +149,9 @@ class _Deployed:
     ) -> VerifyOutput:
         probs = torch.softmax(logits.float().div_(temperature[:, None, None]), dim=-1)
         if filters is not None:  # top-p alone, as SGLang's verifier applies it: to every row
-            from sgl_kernel import top_p_renorm_probs  # noqa: PLC0415
+            from treeconv.backends.sgl import top_p_renormalised  # noqa: PLC0415
 
-            B, N, V = probs.shape
-            probs = top_p_renorm_probs(probs.view(B * N, V), filters.top_p.repeat_interleave(N)).view(B, N, V)
+            probs = top_p_renormalised(probs, filters.top_p)
         scratch = torch.zeros_like(probs)
         output = self._output(batch, cap)
         if self._kernels is not None:
@@ -360,7 +359,7 @@ def _measure_filters(
             try:
                 calls = [partial(each.call, deployed.sampled, temperatures, top_p) for each in inputs[:2]]
                 times = _event_times(calls, grid.measure_ms)
-            except (ImportError, RuntimeError) as error:
+            except (BackendUnavailable, RuntimeError) as error:
                 report.skipped.append((f"deployed with top-p at {B} x {N} x {V}", str(error)[:200]))
             else:
                 report.filtered.append(

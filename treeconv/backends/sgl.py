@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from treeconv.convert import EagleDraft
 
-__all__ = ["SglBackend", "SglKernels", "load_sgl_kernels", "raw_sgl_backend"]
+__all__ = ["SglBackend", "SglKernels", "load_sgl_kernels", "raw_sgl_backend", "top_p_renormalised"]
 
 #: Where each operator has lived, newest wheel first.
 _HOMES = {
@@ -95,6 +95,21 @@ class SglKernels:
                 f"{operator} is not in this version of SGLang ({self.version}), but must be"
             )
         _by_keyword(self.functions[operator], arguments)
+
+
+def top_p_renormalised(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """SGLang's top-p step: every row ``[B, N, V]`` cut at its request's ``top_p [B]`` and renormalised.
+
+    Raises:
+        BackendUnavailable: no ``sgl_kernel`` here, or one without this operator.
+    """
+    try:
+        renormalise = importlib.import_module("sgl_kernel.sampling").top_p_renorm_prob
+    except (ImportError, AttributeError, OSError) as error:
+        raise BackendUnavailable(f"sgl_kernel has no top-p step here: {error}") from error
+    B, N, V = probs.shape
+    rows: torch.Tensor = renormalise(probs.view(B * N, V), top_p.repeat_interleave(N))
+    return rows.view(B, N, V)
 
 
 def load_sgl_kernels() -> SglKernels:
