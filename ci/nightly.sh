@@ -12,7 +12,8 @@ nightly=${NIGHTLY:-.treeconv/nightly}
 venv=${VENV:-.venv}
 make --quiet setup VENV="$venv"
 # Coverage for the parsers; without it plain Hypothesis searches them, and the first lines say so.
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]' ||
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]' \
+  --config-settings editable_mode=compat ||
   echo "no atheris here"
 
 mkdir -p "$nightly/corpus"
