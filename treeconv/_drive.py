@@ -38,6 +38,7 @@ __all__ = [
     "submit",
 ]
 
+_ANY_DECISION = "a decision for every request"
 _MAX_ELEMENTS = 2**24  # of the target rows in one call: 64 MB of float32
 
 
@@ -119,7 +120,7 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
     except Exception as error:  # noqa: BLE001  # a stranger's sampler may raise anything: that is a finding
         at = traceback.extract_tb(error.__traceback__)[-1]
         raised = f"{type(error).__name__}: {error} (raised at {at.filename}:{at.lineno})"
-        raise Violation(0, raised, "a decision for every request") from None
+        raise Violation(0, raised, _ANY_DECISION) from None
     for name, shape in shapes.items():
         if got[name][0] != shape or "int" not in str(got[name][1]):
             found = f"{name} of shape {got[name][0]}, {got[name][1]}"
@@ -147,6 +148,8 @@ def _alone(case: VerifyCase, backend: Backend, device: str, violation: Violation
         try:
             call(single, backend, device)
         except Violation as again:
+            if again.want != _ANY_DECISION:
+                return replace(again, case=single)
             rows = target_rows(request, case.kind, case.filter_order, case.rule)
             cap = case.effective_depth_cap
             walk = oracle.canonical_walk(request.tree, rows, request.accept.tolist(), request.final, cap)
