@@ -23,9 +23,11 @@ from treeconv.ledger import Finding, Ledger
 from treeconv.tree import Coins, DraftTree
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from treeconv.backends.base import Backend
 
-__all__ = ["LEDGER", "replay_device_case", "stored_case"]
+__all__ = ["CORPUS", "LEDGER", "main", "replay_device_case", "stored_case"]
 
 CORPUS = Path(__file__).resolve().parent.parent / "corpus"
 _SEEN = ("sgl_kernel 0.4.5",)
@@ -282,10 +284,15 @@ def write_cases() -> dict[str, str]:
     return placed
 
 
-if __name__ == "__main__":
+def main(ledger: Ledger, write: Callable[[], dict[str, str]]) -> None:
+    """Print a ledger's findings, or write their cases anew, as ``sys.argv`` says."""
     if "--write-cases" in sys.argv:
-        for name, path in write_cases().items():
+        for name, path in write().items():
             print(f"{name:<24} {path}")  # noqa: T201
     else:
-        for finding in LEDGER:
-            print(f"{finding.id:<24} {finding.law:<20} {', '.join(finding.versions)}: {finding.summary}")  # noqa: T201
+        for finding in ledger:
+            print(f"{finding.id:<24} {finding.law:<22} {', '.join(finding.versions)}: {finding.summary}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(LEDGER, write_cases)

@@ -10,12 +10,11 @@ that comes out is not the one that was asked for.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fuzz.findings import CORPUS, main
 from treeconv.case import Request, VerifyCase
 from treeconv.corpus import CorpusEntry, load_entry, save_entry
 from treeconv.ledger import Finding, Ledger
@@ -23,7 +22,6 @@ from treeconv.tree import DraftTree
 
 __all__ = ["PEER_LEDGER", "stored_peer_case"]
 
-CORPUS = Path(__file__).resolve().parent.parent / "corpus"
 _SEEN = ("transformers 5.24.0",)
 _SAMPLING = "huggingface/transformers generation/utils.py, _speculative_sampling"
 _WARPERS = "huggingface/transformers generation/logits_process.py"
@@ -173,10 +171,4 @@ def write_cases() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    if "--write-cases" in sys.argv:
-        for name, path in write_cases().items():
-            print(f"{name:<24} {path}")  # noqa: T201
-    else:
-        for finding in PEER_LEDGER:
-            line = f"{finding.id:<24} {finding.law:<22} {', '.join(finding.versions)}: {finding.summary}"
-            print(line)  # noqa: T201
+    main(PEER_LEDGER, write_cases)

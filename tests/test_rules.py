@@ -19,11 +19,14 @@ from treeconv import (
     verify,
     verify_probs,
 )
+from treeconv._drive import decide
 from treeconv.backends.base import FunctionBackend
 from treeconv.backends.registry import choose_backend, get_backend
 from treeconv.errors import BackendUnavailable, LawBroken
+from treeconv.judge import judge, target_rows
 from treeconv.laws import BACKEND_LAWS, law_named, why_not
 from treeconv.oracle import TargetRows
+from treeconv.processors import RequestProcessors
 from treeconv.rules import RULES, Rule, check_pairing
 
 F = Fraction
@@ -324,3 +327,19 @@ def test_laws_about_filters_want_a_backend_that_takes_them():
     without = FunctionBackend(lambda batch, target_probs, coins, depth_cap, rule: None, "ruled")  # noqa: ARG005
     skipped = {law.name for law in BACKEND_LAWS if "takes no filters" in (why_not(law, without) or "")}
     assert {"chain-rule-filters", "recursive-rule-filters", "match-rule-filters"} <= skipped
+
+
+@pytest.mark.parametrize("name", ["reference", "eager"])
+@pytest.mark.parametrize("rule", ["chain", "draw_and_match"])
+def test_a_greedy_request_follows_the_processed_row_by_every_rule(rule, name):
+    """B82 by another rule: at temperature 0, too, the bias decides who is the largest."""
+    tree = DraftTree.chain([0, 1])
+    rows = np.zeros((2, 3), np.float32)
+    rows[:, 2] = 1.0  # token 2 is the largest before the bias, token 1 after it
+    processors = RequestProcessors(logit_bias=np.array([0.0, 4.0, 0.0], np.float32))
+    q = None if rule == "draw_and_match" else np.eye(3, dtype=np.float32)[[1, 1]]
+    request = Request(tree, rows, 0.0, [0.5, 0.5], 0.5, processors=processors, draft_probs=q)
+    case = VerifyCase((request,), rule=rule)
+    (observed,) = decide(case, get_backend(name), "cpu")
+    assert observed.tokens == (1, 1)
+    assert judge(tree, target_rows(request, "logits", rule=rule), [0.5, 0.5], 0.5, 2, observed) is None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv import oracle
-from treeconv.errors import BackendUnavailable
+from treeconv.backends.base import handed_over
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
 from treeconv.processors import PENALTIES, RequestProcessors
 from treeconv.sampling import processed_logits, row_status, target_probs
@@ -18,6 +18,8 @@ from treeconv.tree import RowStatus
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from fractions import Fraction
+
+    import torch
 
     from treeconv.backends.base import Backend
     from treeconv.case import CaseTensors, Request, VerifyCase
@@ -31,6 +33,7 @@ __all__ = [
     "bytes_of",
     "call",
     "decide",
+    "input_tensors",
     "judge_all",
     "measure",
     "outcome_coins",
@@ -72,6 +75,24 @@ def as_probs(case: VerifyCase) -> VerifyCase:
     return replace(case, requests=tuple(requests), kind="probs", rows_dtype="float32")
 
 
+def input_tensors(tensors: CaseTensors) -> dict[str, torch.Tensor]:
+    """Every tensor that a backend is handed, by what a failure calls it."""
+    named = {
+        **{name: getattr(tensors.batch, name) for name in tensors.batch.__dataclass_fields__},
+        "target rows": tensors.rows,
+        "temperature": tensors.temperature,
+        "accept coins": tensors.coins.accept,
+        "final coins": tensors.coins.final,
+    }
+    if tensors.filters is not None:
+        named |= {name: getattr(tensors.filters, name) for name in ("top_k", "top_p", "min_p")}
+    if tensors.processors is not None:
+        named |= tensors.processors.tensors
+    if tensors.rule is not None and tensors.rule.draft_probs is not None:
+        named["draft probabilities"] = tensors.rule.draft_probs
+    return named
+
+
 def call(case: VerifyCase, backend: Backend, device: str) -> tuple[CaseTensors, VerifyOutput]:
     """Hand a case to a backend as it would be served."""
     tensors = case.tensors(device)
@@ -85,21 +106,7 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
         Violation: it raised, or returned something of another shape: no decision to judge.
         BackendUnavailable: the case has filters, processors or a rule that the backend does not claim.
     """
-    more: dict[str, Any] = {}
-    if tensors.filters is not None:
-        if not backend.traits.takes_filters:
-            raise BackendUnavailable(f"backend={backend.name!r} takes no filters, but the case has some")
-        more["filters"] = tensors.filters
-    if tensors.processors is not None:
-        if missing := tensors.processors.kinds - set(backend.traits.takes_processors):
-            raise BackendUnavailable(
-                f"backend={backend.name!r} takes no {' or '.join(sorted(missing))}, but the case has some"
-            )
-        more["processors"] = tensors.processors
-    if tensors.rule is not None:
-        if tensors.rule.name not in backend.traits.rules:
-            raise BackendUnavailable(f"backend={backend.name!r} does not claim rule {tensors.rule.name}")
-        more["rule"] = tensors.rule
+    more = handed_over(backend, tensors.filters, tensors.rule, tensors.processors)
     try:
         if kind == "probs":
             output = backend.verify_probs(

@@ -112,7 +112,7 @@ def float64_agreement(backend: Backend, device: torch.device, rng: np.random.Gen
         judged += count
         left_out += int(inside.sum())
         # A coin meets the band of one of V boundaries, and of those of the nodes on its way.
-        expected += int(count * (0.03 + 2 * _WIDE_BAND * vocab))
+        expected += int(count * (0.02 + 2 * _WIDE_BAND * vocab))
         if bool(wrong.any()):
             first = int(wrong.int().argmax())
             nodes = walk.nodes[first]

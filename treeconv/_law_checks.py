@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv import oracle
-from treeconv._drive import bytes_of, call, decide, judge_all, measure, spread_coins, submit
+from treeconv._drive import bytes_of, call, decide, input_tensors, judge_all, measure, spread_coins, submit
 from treeconv.case import Request, VerifyCase
 from treeconv.judge import Observed, Violation, is_ambiguous, judge, observe, target_rows
 from treeconv.tree import DraftTree, RowStatus
@@ -245,19 +245,7 @@ def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
 def purity(case: VerifyCase, backend: Backend, device: str) -> int:
     """Inputs come back as they were, and another call in between changes nothing."""
     tensors = case.tensors(device)
-    named = {
-        **{name: getattr(tensors.batch, name) for name in tensors.batch.__dataclass_fields__},
-        "target rows": tensors.rows,
-        "temperature": tensors.temperature,
-        "accept coins": tensors.coins.accept,
-        "final coins": tensors.coins.final,
-    }
-    if tensors.filters is not None:
-        named |= {name: getattr(tensors.filters, name) for name in ("top_k", "top_p", "min_p")}
-    if tensors.processors is not None:
-        named |= tensors.processors.tensors
-    if tensors.rule is not None and tensors.rule.draft_probs is not None:
-        named["draft probabilities"] = tensors.rule.draft_probs
+    named = input_tensors(tensors)
     before = {name: bytes_of(tensor) for name, tensor in named.items()}
 
     trees = [request.tree for request in case.requests]

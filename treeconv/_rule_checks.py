@@ -11,7 +11,7 @@ import numpy as np
 
 from treeconv import _law_checks as plain
 from treeconv import oracle
-from treeconv._drive import bytes_of, decide, measure, outcome_coins, submit
+from treeconv._drive import bytes_of, decide, input_tensors, measure, outcome_coins, submit
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
 from treeconv.tree import DraftTree
 
@@ -33,17 +33,14 @@ def decisions(case: VerifyCase, backend: Backend, device: str) -> int:
 def purity(case: VerifyCase, backend: Backend, device: str) -> int:
     """Rows, draft laws and coins come back as they were; asked again, the call decides alike, and rightly."""
     tensors = case.tensors(device)
-    assert tensors.rule is not None
-    named = {"target rows": tensors.rows, "accept coins": tensors.coins.accept}
-    if tensors.rule.draft_probs is not None:
-        named["draft probabilities"] = tensors.rule.draft_probs
+    named = input_tensors(tensors)
     before = {name: bytes_of(tensor) for name, tensor in named.items()}
     trees = [request.tree for request in case.requests]
     for _ in range(2):
         outcomes = observe(trees, submit(tensors, case.kind, backend), case.slots)
         for name, tensor in named.items():
             if bytes_of(tensor) != before[name]:
-                raise Violation(0, f"{name} were written to", "inputs unchanged: later readers share them")
+                raise Violation(0, f"{name} was written to", "inputs unchanged: later readers share them")
         for index, (request, observed) in enumerate(zip(case.requests, outcomes, strict=True)):
             rows = target_rows(request, case.kind, case.filter_order, case.rule)
             coins = request.accept.tolist(), request.final

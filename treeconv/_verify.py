@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from treeconv import _validate, _validate_processors
+from treeconv.backends.base import handed_over
 from treeconv.backends.registry import choose_backend, get_backend
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.sampling import draw_coins
@@ -87,35 +88,6 @@ def _backend(
     return chosen
 
 
-def _more(
-    filters: Filters | None, rule: Rule | None, backend: Backend, processors: Processors | None = None
-) -> dict[str, Any]:
-    """What a backend is handed besides: nothing where it is the default, so that it need not know of it."""
-    more: dict[str, Any] = {}
-    if filters is not None:
-        if not backend.traits.takes_filters:
-            raise BackendUnavailable(
-                f"backend={backend.name!r} takes no filters: it has no top-k, top-p or min-p"
-            )
-        more["filters"] = filters
-    if rule is not None:
-        if rule.name not in backend.traits.rules:
-            known = ", ".join(backend.traits.rules)
-            raise BackendUnavailable(f"backend={backend.name!r} has no rule {rule.name!r}, but {known}")
-        if rule.is_lossy and not backend.traits.takes_thresholds:
-            raise BackendUnavailable(f"backend={backend.name!r} takes no acceptance thresholds below 1")
-        more["rule"] = rule
-    if processors is not None:
-        if missing := processors.kinds - set(backend.traits.takes_processors):
-            known = ", ".join(backend.traits.takes_processors) or "none"
-            named = " or ".join(sorted(missing))
-            raise BackendUnavailable(
-                f"backend={backend.name!r} takes no {named}; of the processors it takes {known}"
-            )
-        more["processors"] = processors
-    return more
-
-
 def verify(
     batch: VerifyInput,
     logits: Any,
@@ -161,8 +133,8 @@ def verify(
         generator: draws the coins where neither they nor seeds are given; the default generator if None.
 
         backend: a registered name ("reference", "eager", "triton", "sgl"), "module:callable", a backend
-            object, or "auto": ``triton`` on CUDA, else ``eager`` (there too, where a filter is on and
-            ``triton`` takes none).
+            object, or "auto": ``triton`` on CUDA, else ``eager`` (there too, where ``triton`` lacks the
+            rule, a processor or thresholds).
 
         depth_cap: accept slots, root included: at most ``depth_cap - 1`` drafts are accepted. Default:
             deepest tree + 1, which on a CUDA device is read back (pass it to stay asynchronous).
@@ -197,6 +169,7 @@ def verify(
 
         committed_tokens: the ids that penalties are about *before* each root, whose own token is counted
             from the tree: a list of ids per request, or ``[B, L]`` int64 with -1 in padding. Default: none.
+
         rule: "target_only"; "draw_and_match" (draw from each visited node's law, follow it where drafted; the
             node's own coin draws, the final one is unused); or, for drafts *sampled* from ``draft_probs``,
             "chain" (one child a node, accepted iff ``coin * q < p``, coin of the parent) or "recursive"
@@ -254,7 +227,7 @@ def verify(
     if str(rows.dtype).removeprefix("torch.") not in chosen.traits.rows_dtypes:
         takes = " and ".join(chosen.traits.rows_dtypes)
         raise BackendUnavailable(f"backend={chosen.name!r} takes logits of {takes}, not of {rows.dtype}")
-    more = _more(filters, how, chosen, processors)
+    more = handed_over(chosen, filters, how, processors)
     cap = _validate.check_depth_cap(depth_cap, batch)
     return chosen.verify(
         batch, rows, temperatures, choose_coins(chosen, batch, coins, generator, seeds), cap, **more
@@ -332,6 +305,6 @@ def verify_probs(
     chosen = _backend(backend, batch.device, filters, how)
     if not chosen.traits.takes_probs:
         raise BackendUnavailable(f"backend={chosen.name!r} takes logits only: use verify")
-    more = _more(filters, how, chosen)
+    more = handed_over(chosen, filters, how)
     cap = _validate.check_depth_cap(depth_cap, batch)
     return chosen.verify_probs(batch, rows, choose_coins(chosen, batch, coins, generator, seeds), cap, **more)

@@ -70,6 +70,7 @@ class Request:
         top_k, top_p, min_p: its filters, as in :class:`~treeconv.filters.Cuts`; off by default.
 
         processors: its bias, bitmask and penalties, of logits only; off by default.
+
         draft_probs: ``[n, V]`` float32, the law that each node's children were sampled from, for a rule that
             reads it; else None.
     """

@@ -44,6 +44,7 @@ class Law:
 
         coins: the verifiers it is about, by ``BackendTraits.coins``: most laws are stated in buckets of coins
             that are handed over.
+
         rule: the acceptance rule it is about.
     """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treeconv.oracle._rows import FLUSH, ROUNDING, sum_error
+from treeconv.oracle._rows import FLOAT64_SLACK, FLUSH, ROUNDING, sum_error
 from treeconv.tree import RowStatus
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WideDecisions", "WideLaw", "decide", "law_of_rows"]
 
-_FLOAT64_SLACK = 1e-11  # as in _rows
 _LEAST = 2.0**-149
 
 
@@ -32,8 +31,7 @@ class WideLaw:
         masses: ``[A, V]`` float64 >= 0; sums to 1 where it comes from logits.
 
         arguments: ``[A, V]`` float64, the exponents ``(x - max) / T``, at least -1000; 0 where every
-        float32 sum is
-            exact (greedy, dyadic probabilities).
+            float32 sum is exact (greedy, dyadic probabilities).
 
         total: ``[A, 1]`` the softmax's sum, from 1 to V; 1 where there is none.
 
@@ -55,7 +53,7 @@ class WideLaw:
         masses = self.masses.gather(1, at).masked_fill_(~is_child, 0.0)
         own = _error(self.arguments.gather(1, at).abs())
         mean = (self.masses * self.arguments).sum(1, keepdim=True).abs()
-        scale = _error(mean) + (sum_error(V) + ROUNDING + _FLOAT64_SLACK)
+        scale = _error(mean) + (sum_error(V) + ROUNDING + FLOAT64_SLACK)
         error = (own + scale) * self.is_enclosed
         low = torch.where(masses >= FLUSH * self.total, masses * (1 - error), masses * (1 - self.is_enclosed))
         high = masses * (1 + error) + is_child * (self.is_enclosed * _LEAST)
@@ -77,10 +75,9 @@ class WideLaw:
         sums = left.cumsum(1)
         total = sums[:, -1:]
         share = 1 / torch.where(total > 0, total, 1.0)
-        # Twice the mean error and both sums' rounding bound the band of every boundary; what may underflow,
-        # too.
+        # Twice the mean error, both sums' rounding and what may underflow bound the band of every boundary.
         mean = (left * self.arguments).sum(1, keepdim=True).abs() * share
-        enclosed = 2 * _error(mean) + (2 * sum_error(V) + 4 * ROUNDING + _FLOAT64_SLACK + _LEAST)
+        enclosed = 2 * _error(mean) + (2 * sum_error(V) + 4 * ROUNDING + FLOAT64_SLACK + _LEAST)
         enclosed = enclosed + V * FLUSH * self.total * share
         # Exact rows: a running sum against coin * total rounds once, unless the total is a power of two.
         is_rounded = (torch.frexp(total).mantissa != 0.5).double()
@@ -248,9 +245,8 @@ def decide(
         accepted = _first(is_child & (kids.masses > 0) & (coin < kids.sums))
         doubt = (is_child & (kids.lower <= coin) & (coin < kids.upper)).any(1)
 
-        at = (accepted < 0).nonzero()[
-            :, 0
-        ]  # the residual is half the work, and of no use to those that go on
+        # The residual is half the work, and of no use to those that go on.
+        at = (accepted < 0).nonzero()[:, 0]
         law = WideLaw(**{name: getattr(law, name)[at] for name in law.__dataclass_fields__})
         left = law.residual(is_child[at], names[at])
         # Nothing left: the last child with mass is accepted, also by a coin above the sum.

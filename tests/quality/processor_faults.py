@@ -4,9 +4,12 @@
 fault overrides. It computes in float64 and shares no code with the backends.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 from filter_faults import FilterSampler
+from registry import planting
 
 from treeconv.backends.base import BackendTraits
 from treeconv.processors import PENALTIES, PROCESSORS
@@ -167,18 +170,8 @@ RIGHT = [ProcessorSampler, Reciprocal, AddedUpFirst]
 
 # --- wrong --------------------------------------------------------------------------------------------
 
-FAULTS = []
-
-
-def fault(*laws):
-    """Register a fault and the laws that must kill it."""
-
-    def register(cls):
-        cls.name, cls.killed_by = cls.__name__, laws
-        FAULTS.append(cls)
-        return cls
-
-    return register
+FAULTS, _fault = planting()
+fault = partial(_fault, "K13")
 
 
 @fault("penalties", "commit-parity", "penalties-wide")

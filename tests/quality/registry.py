@@ -17,17 +17,16 @@ from treeconv.laws import BACKEND_LAWS, law_named
 from treeconv.suite import DEFAULT_MAX_EXAMPLES, check_law
 from treeconv.tree_laws import TREE_LAWS, tree_law_named
 
-#: Modules of faults. One that has a kind lists plain classes with ``name`` and ``killed_by``.
-MODULES = {
-    "faults": None,
-    "variant_faults": None,
-    "rule_faults": "K2",
-    "processor_faults": "K13",
-    "filter_faults": None,
-    "rng_faults": None,
-    "tree_faults": None,
-    "graph_faults": None,
-}
+MODULES = (
+    "faults",
+    "variant_faults",
+    "rule_faults",
+    "processor_faults",
+    "filter_faults",
+    "rng_faults",
+    "tree_faults",
+    "graph_faults",
+)
 
 KINDS = {
     "K1": "zero-mass tokens, edges of the distribution, coins at 0 and 1",
@@ -100,11 +99,7 @@ def planting():
 
 def all_faults():
     """Every planted fault, by kind."""
-    faults = [
-        fault if kind is None else Fault(spelled(fault.name), kind, fault.killed_by, fault)
-        for module, kind in MODULES.items()
-        for fault in import_module(module).FAULTS
-    ]
+    faults = [fault for module in MODULES for fault in import_module(module).FAULTS]
     return sorted(faults, key=lambda fault: list(KINDS).index(fault.kind))
 
 

@@ -4,8 +4,11 @@
 no code with the backends.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
+from registry import planting
 
 from treeconv.backends.base import BackendTraits
 from treeconv.filters import Cuts
@@ -203,18 +206,8 @@ RIGHT = [RuleSampler, Dividing, Single, Complement, Unnormalised]
 
 # --- wrong --------------------------------------------------------------------------------------------
 
-FAULTS = []
-
-
-def fault(*laws):
-    """Register a fault and the laws that must kill it."""
-
-    def register(cls):
-        cls.name, cls.killed_by = cls.__name__, laws
-        FAULTS.append(cls)
-        return cls
-
-    return register
+FAULTS, _fault = planting()
+fault = partial(_fault, "K2")
 
 
 @fault("outcome-law", "oracle-agreement")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from treeconv.processors import ProcessorKind, Processors
     from treeconv.rules import Rule, RuleName
 
-__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend"]
+__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend", "handed_over"]
 
 #: How a verifier comes by its coins; see :class:`BackendTraits`.
 CoinUse = Literal["bucket", "own", "seeds", "generator"]
@@ -50,11 +50,13 @@ class BackendTraits:
         takes_filters: both interfaces take ``filters`` (top-k, top-p and min-p).
 
         takes_processors: which of "bias", "bitmask" and "penalties" ``verify`` takes in ``processors``.
+
         coins: what its parameter ``coins`` is, and so which laws can be stated. "bucket": :class:`Coins`,
             compared with half-open buckets as DESIGN says; every law. "own": :class:`Coins` that it spends in
             a way of its own (draw-and-match); no law about buckets. Or it draws its coins itself: from
             "seeds", int64 ``[B]``, each request's coins fixed by (seed, ``batch.prefix_lens``); or from a
             "generator", a ``torch.Generator``. Then the laws about coins are what is left.
+
         rules: the acceptance rules it has, some of :data:`treeconv.rules.RULES`.
 
         takes_thresholds: its target-only rule takes acceptance thresholds below 1, which are lossy.
@@ -86,8 +88,9 @@ class Backend(Protocol):
     all off (:meth:`Cuts.are_on`) is decided as if there were none.
 
     ``coins`` is what ``traits.coins`` says: :class:`Coins`, seeds, or a generator.
-    ``rule`` likewise: only where it is not :attr:`~treeconv.rules.Rule.is_plain`, and only where the traits
-    claim it. Its draft probabilities of padding are NaN in laws.
+
+    ``rule`` is handed over as ``filters`` is: only where it is not :attr:`~treeconv.rules.Rule.is_plain`, and
+    only where the traits claim it. Its draft probabilities of padding are NaN in laws.
 
     ``processors`` likewise, and only to ``verify``: handed over only where some request may have one on,
     and only the kinds that the traits claim in ``takes_processors``.
@@ -119,6 +122,39 @@ class Backend(Protocol):
         rule: Rule | None = None,
     ) -> VerifyOutput:
         """Verify from ``target_probs [B, N, V]`` float32."""
+
+
+def handed_over(
+    backend: Backend,
+    filters: Filters | None = None,
+    rule: Rule | None = None,
+    processors: Processors | None = None,
+) -> dict[str, Any]:
+    """What a backend is handed besides: nothing where it is the default, so that it need not know of it.
+
+    Raises:
+        BackendUnavailable: something that its traits do not claim.
+    """
+    name, traits = backend.name, backend.traits
+    more: dict[str, Any] = {}
+    if filters is not None:
+        if not traits.takes_filters:
+            raise BackendUnavailable(f"backend={name!r} takes no filters: it has no top-k, top-p or min-p")
+        more["filters"] = filters
+    if rule is not None:
+        if rule.name not in traits.rules:
+            known = ", ".join(traits.rules)
+            raise BackendUnavailable(f"backend={name!r} has no rule {rule.name!r}, but {known}")
+        if rule.is_lossy and not traits.takes_thresholds:
+            raise BackendUnavailable(f"backend={name!r} takes no acceptance thresholds below 1")
+        more["rule"] = rule
+    if processors is not None:
+        if missing := processors.kinds - set(traits.takes_processors):
+            known = ", ".join(traits.takes_processors) or "none"
+            lacks = " or ".join(sorted(missing))
+            raise BackendUnavailable(f"backend={name!r} takes no {lacks}; of the processors it takes {known}")
+        more["processors"] = processors
+    return more
 
 
 class FunctionBackend:

@@ -383,8 +383,9 @@ class _LazyWalk:
         for lane, request in enumerate(requests):
             node, p = self._paths[request][-1], weights[lane]
             if self._temperatures is not None and self._temperatures[request] == 0:
+                top = p.argmax()  # among equals the first
                 p = torch.zeros_like(p)
-                p[self._rows[request, node].float().argmax()] = 1  # among equals the first
+                p[top] = 1
             elif self._temperatures is not None or self._is_filtered[request]:
                 p = p / _block_sums(p).sum(dtype=np.float64)
             children = self._children(request)

@@ -71,6 +71,7 @@ def kind_of(text: str) -> str:
         ("has no mass there", ", of no mass"),
         ("tested and rejected there", ", rejected before"),
         ("no child may be accepted here", ", beyond the cap"),
+        ("its children hold all the mass", ", with nothing left to draw"),
     ):
         if sign in because:
             kind += words

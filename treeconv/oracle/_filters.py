@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeconv.oracle._rows import FLUSH, ROUNDING, EnclosedRow, ExactRow, sum_error
+from treeconv.oracle._rows import FLOAT64_SLACK, FLUSH, ROUNDING, EnclosedRow, ExactRow, sum_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["FilteredRow", "enclosed_alternatives", "exact_alternatives", "exactly_filtered"]
 
 _MAX_LISTED = 32  # alternatives; above, one loose row stands for them
-_FLOAT64_SLACK = 1e-11  # of sums taken here in float64
 _COMPLEMENT = 2.0**-25  # what `1 - top_p` rounds by: some compare the tail's mass with it
 
 
@@ -227,7 +226,7 @@ class _Sorted:
             before = np.cumsum(masses[: k - 1]) / total
             share = float(measured @ relative[: measured.size]) / total
             slack = share * (2 + share) + 2 * sum_error(size) + 2 * own
-            slack += _COMPLEMENT + _FLOAT64_SLACK
+            slack += _COMPLEMENT + FLOAT64_SLACK
             p_range = tuple(1 + int(np.searchsorted(before, cuts.top_p + s)) for s in (-slack, 0.0, slack))  # type: ignore[assignment]
         if cuts.min_p > 0:
             least = cuts.min_p * masses[0]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from treeconv.oracle._bonus import Number
 
 __all__ = [
+    "FLOAT64_SLACK",
     "FLUSH",
     "ROUNDING",
     "EnclosedRow",
@@ -33,13 +34,20 @@ __all__ = [
     "Row",
     "enclosed_weights",
     "enclosure",
+    "is_dyadic",
     "sum_error",
     "unsampled",
 ]
 
 ROUNDING = 2.0**-24  # unit roundoff of float32: half the distance from 1 to its upper neighbour
 FLUSH = 2.0**-120  # masses below this may underflow to 0 in float32
-_FLOAT64_SLACK = 1e-11  # the enclosure's own float64 error, far below ROUNDING
+FLOAT64_SLACK = 1e-11  # the enclosure's own float64 error, far below ROUNDING
+
+
+def is_dyadic(row: NDArray[np.float64]) -> bool:
+    """Whether every float32 sum of these masses is exact in any order: multiples of 2**-12, total <= 4."""
+    scaled = row * 2.0**12
+    return bool((scaled == np.floor(scaled)).all() and row.sum() <= 4)
 
 
 def sum_error(terms: int) -> float:
@@ -300,7 +308,7 @@ class EnclosedRow:
     @cached_property
     def _mass_bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         mass = self._masses
-        error = (1 + self._errors) * (1 + self._scale_error) - 1 + _FLOAT64_SLACK
+        error = (1 + self._errors) * (1 + self._scale_error) - 1 + FLOAT64_SLACK
         must_have = self._may_have & ~self._may_flush
         largest = mass
         if self._certain_total < 1:  # alone with what is certain, its share is the largest
@@ -350,7 +358,7 @@ class EnclosedRow:
                 + sum_error(tokens.size)
                 + self._own_roundings * ROUNDING
             )
-            band += weighted * weighted[-1:].sum() + _FLOAT64_SLACK  # second order: errors may be large
+            band += weighted * weighted[-1:].sum() + FLOAT64_SLACK  # second order: errors may be large
             lower = np.maximum(sums - band - flushed, 0.0)
             upper = sums + band + (2.0**-149 if tokens.size else 0) + flushed[-1:].sum()
             self._bonus[key] = Bonus(tokens, sums, ~flush, lambda: (lower, upper))

@@ -16,7 +16,7 @@ import numpy as np
 
 from treeconv.errors import InvalidArgument
 from treeconv.oracle._bonus import Bonus
-from treeconv.oracle._rows import ROUNDING, ExactRow, sum_error
+from treeconv.oracle._rows import FLOAT64_SLACK, ROUNDING, ExactRow, is_dyadic, sum_error
 from treeconv.tree import as_float_array
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ __all__ = ["ChildTest", "Plan", "draft_law", "plans"]
 
 _EXACT_ROUNDING = Fraction(2**24 - 1, 2**24)
 _NOMINAL = 1e-5  # a draft law whose sum is this close to 1 may be divided by 1 - q instead of a sum
-_FLOAT64_SLACK = 1e-11
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,6 @@ def _as_fractions(row: NDArray[Any]) -> NDArray[Any]:
     return exact
 
 
-def _is_dyadic(row: NDArray[Any]) -> bool:
-    scaled = row * 2**12
-    return bool((scaled == scaled // 1).all() and row.sum() <= 4)
-
-
 def _positive_part(values: NDArray[Any]) -> NDArray[Any]:
     found: NDArray[Any] = np.where(values > 0, values, values * 0)
     return found
@@ -120,7 +114,7 @@ class _Law:
     def excess(self, q: _Law) -> _Law:
         """``relu(p - q)``. Exact where both are dyadic, else one rounding of what may be left."""
         best = _positive_part(self.best - q.best)
-        if self.is_exact and q.is_exact and _is_dyadic(self.low) and _is_dyadic(q.low):
+        if self.is_exact and q.is_exact and is_dyadic(self.low) and is_dyadic(q.low):
             exact = best.astype(np.float64)
             return _Law(best, exact, exact, is_exact=True)
         low = _positive_part(self.low - q.high) * (1 - ROUNDING)
@@ -128,7 +122,7 @@ class _Law:
 
     def divided(self) -> _Law:
         """By its sum, which is positive; as uncertain as the sum is."""
-        error = sum_error(self.low.size) + 2 * ROUNDING + _FLOAT64_SLACK
+        error = sum_error(self.low.size) + 2 * ROUNDING + FLOAT64_SLACK
         most, least = self.high.sum(), self.low.sum()
         with np.errstate(divide="ignore", invalid="ignore"):
             low = np.where(self.low > 0, self.low / (self.low + (most - self.high)), 0.0) * (1 - error)
@@ -145,7 +139,7 @@ class _Law:
             return _Law(best, low, high)
         # Some divide by the sum of what is left, others by 1 - q: both are right for a law that sums to 1.
         off = abs(1 - float(self.low.sum()))
-        error = sum_error(low.size) + 2 * ROUNDING + _FLOAT64_SLACK
+        error = sum_error(low.size) + 2 * ROUNDING + FLOAT64_SLACK
         if off < _NOMINAL:
             error += (off + ROUNDING) / left
         return _Law(best / best.sum(), low / left * (1 - error), high / left * (1 + error))
@@ -159,7 +153,7 @@ class _Law:
 
         def bounds() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
             least, most = np.cumsum(low), np.cumsum(high)
-            error = 2 * sum_error(tokens.size) + 4 * ROUNDING + _FLOAT64_SLACK
+            error = 2 * sum_error(tokens.size) + 4 * ROUNDING + FLOAT64_SLACK
             with np.errstate(divide="ignore", invalid="ignore"):
                 lower = np.where(least > 0, least / (least + (most[-1] - most)), 0.0)
                 upper = most / (most + (least[-1] - least))

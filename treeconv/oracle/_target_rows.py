@@ -9,14 +9,12 @@ import numpy as np
 
 from treeconv.oracle._filters import enclosed_alternatives, exact_alternatives, exactly_filtered
 from treeconv.oracle._processors import ProcessedLogits, processed_alternatives
-from treeconv.oracle._rows import EnclosedRow, ExactRow, enclosed_weights, enclosure, unsampled
+from treeconv.oracle._rows import EnclosedRow, ExactRow, enclosed_weights, enclosure, is_dyadic, unsampled
 from treeconv.oracle._rules import Plan, draft_law, plans
 from treeconv.tree import RowStatus, as_float_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
 
     from treeconv.filters import Cuts
     from treeconv.oracle._rows import Row
@@ -25,12 +23,6 @@ if TYPE_CHECKING:
     from treeconv.tree import DraftTree
 
 __all__ = ["TargetRows"]
-
-
-def _is_dyadic(row: NDArray[np.float64]) -> bool:
-    """Whether every float32 sum of these masses is exact in any order: multiples of 2**-12, total <= 4."""
-    scaled = row * 2.0**12
-    return bool((scaled == np.floor(scaled)).all() and row.sum() <= 4)
 
 
 class TargetRows:
@@ -90,11 +82,11 @@ class TargetRows:
             row = as_float_array(values).astype(np.float64)
             exact = ExactRow(row)
             is_filtered = cuts is not None and cuts.are_on(row.size)
-            if exact.status is not RowStatus.OK or (_is_dyadic(row) and not is_filtered):
+            if exact.status is not RowStatus.OK or (is_dyadic(row) and not is_filtered):
                 return [lambda: exact]
             if cuts is None or not is_filtered:
                 return [lambda: EnclosedRow(row, np.zeros_like(row), row > 0, is_normalised=False)]
-            if _is_dyadic(row):
+            if is_dyadic(row):
                 return exact_alternatives(row, cuts)
             return enclosed_alternatives(row, row, np.zeros_like(row), row > 0, cuts, is_normalised=False)
 
