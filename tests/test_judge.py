@@ -276,3 +276,11 @@ def test_a_sampler_that_raises_is_shown_the_coins_it_raises_for():
     assert "IndexError: off the row (raised at" in text
     assert "coin 1.0" in text
     assert "want:     path 0, then bonus token 1" in text
+
+
+def test_draw_and_match_is_explained_without_a_draft_law():
+    tree = DraftTree((-1,), (0,))
+    request = Request(tree, np.array([[1, 0]], np.float32), 1.0, np.array([0.5], np.float32), 0.5)
+    rows = target_rows(request, "probs", rule="draw_and_match")
+    _, why = judge(tree, rows, [0.5], 0.5, 1, Observed((0,), (1,), RowStatus.OK))
+    assert why == "node 0: token 1 has no mass there (p = 0)"

@@ -101,6 +101,7 @@ CASES = {
     "penalised": PENALISED,
     "penalised_wide": PENALISED,
     "penalised_batches": PENALISED,
+    "match_processed": replace(PENALISED, rule="draw_and_match"),
     "processed_filtered": replace(
         PENALISED, requests=(replace(PENALISED.requests[0], top_k=3), *PENALISED.requests[1:])
     ),
@@ -322,7 +323,11 @@ def test_a_sampler_of_probabilities_is_handed_the_softmax_and_replays_the_logits
             {"bad_rows", "forbidden_rows"},
         ),
         (BackendTraits(takes_filters=True, takes_processors=PROCESSORS, takes_logits=False), set()),
-        (BackendTraits(), {kind for kind in CASES if kind.startswith("filtered")} | set(PROCESSOR_CASES)),
+        (
+            BackendTraits(),
+            {kind for kind in CASES if kind.startswith("filtered")}
+            | set(PROCESSOR_CASES) - {"match_processed"},
+        ),
         (
             BackendTraits(takes_filters=True, takes_processors=("bias", "bitmask")),
             {"penalised", "penalised_wide", "penalised_batches", "processed_filtered"},

@@ -249,10 +249,11 @@ def _deciding_plan(
     if got.path == want.path:
         coin, what = (final, "final coin") if plan.slot is None else (accept[plan.slot], "coin")
         bounds = plan.bonus.boundaries()
-        if got.tokens[-1] not in plan.bonus.tokens:
-            return (
-                f"node {node}: nothing is left of token {got.tokens[-1]} (p <= q) in what is drawn from there"
-            )
+        token = got.tokens[-1]
+        if token not in plan.bonus.tokens and not plan.tests:
+            return f"node {node}: token {token} has no mass there (p = 0)"
+        if token not in plan.bonus.tokens:
+            return f"node {node}: nothing is left of token {token} (p <= q) in what is drawn from there"
         return f"node {node}: " + (
             _distance(what, coin, bounds) if bounds else "only one token is left there"
         )

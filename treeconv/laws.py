@@ -110,7 +110,8 @@ _FILTERED = (
 )
 _PROCESSED: dict[str, tuple[ProcessorKind, ...]] = {
     **dict.fromkeys(("masked", "masked_batches", "masked_wide", "forbidden_rows"), ("bias", "bitmask")),
-    **dict.fromkeys(("penalised", "penalised_batches", "penalised_wide", "processed_filtered"), PROCESSORS),
+    **dict.fromkeys(("penalised", "penalised_batches", "penalised_wide"), PROCESSORS),
+    **dict.fromkeys(("processed_filtered", "match_processed"), PROCESSORS),
 }
 
 
@@ -489,6 +490,13 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "the same with top-k, top-p and min-p: children are tested, and the bonus drawn, by the law left",
         rule_check.decisions,
         "match_filtered",
+        rule="draw_and_match",
+    ),
+    Law(
+        "match-rule-processors",
+        "the same with bias, bitmask and penalties, at temperature 0 too: the processed row decides",
+        rule_check.decisions,
+        "match_processed",
         rule="draw_and_match",
     ),
     Law(

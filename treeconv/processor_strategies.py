@@ -218,4 +218,7 @@ PROCESSOR_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "penalised_batches": lambda: processed_cases(min_requests=2, max_requests=4),
     "penalised_wide": lambda: _wide_cases(PROCESSORS),
     "processed_filtered": lambda: processed_cases(allow_filters=True),
+    "match_processed": lambda: processed_cases(max_requests=2).map(
+        lambda case: replace(case, rule="draw_and_match")
+    ),
 }

@@ -12,6 +12,7 @@ from filter_faults import FilterSampler
 from registry import planting
 
 from treeconv.backends.base import BackendTraits
+from treeconv.backends.reference import ReferenceBackend
 from treeconv.processors import PENALTIES, PROCESSORS
 from treeconv.sampling import target_probs
 
@@ -421,3 +422,11 @@ class HistoryOfEarlierCalls(ProcessorSampler):  # a buffer that is not cleared
 
     def seen(self, request, node):
         return [*self.memory, *super().seen(request, node)]
+
+
+@fault("match-rule-processors")
+class RawArgmaxByAnotherRule(ReferenceBackend):  # an eager branch of ours did it
+    def verify(self, batch, logits, temperature, *call, rule=None, processors=None, **more):
+        if rule is not None and not temperature.any():
+            processors = None
+        return super().verify(batch, logits, temperature, *call, rule=rule, processors=processors, **more)
