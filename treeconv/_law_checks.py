@@ -16,7 +16,8 @@ import numpy as np
 from treeconv import oracle
 from treeconv._drive import bytes_of, call, decide, input_tensors, judge_all, measure, spread_coins, submit
 from treeconv.case import Request, VerifyCase
-from treeconv.judge import Observed, Violation, is_ambiguous, judge, observe, target_rows
+from treeconv.judge import Observed, Violation, is_ambiguous, judge, observe, settings, target_rows
+from treeconv.processors import RequestProcessors, pack_bitmask
 from treeconv.tree import DraftTree, RowStatus
 
 if TYPE_CHECKING:
@@ -238,8 +239,15 @@ def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
         }
         for where, got in others.items():
             if got != want:
-                raise Violation(index, f"{where}: {got}", f"as alone: {want}")
+                raise Violation(index, f"{where}: {got}", f"as alone: {want}", _neighbours(case, index))
     return 3 * len(case.requests)
+
+
+def _neighbours(case: VerifyCase, index: int) -> str:
+    """The settings of the first few requests beside one, which it may have been given by mistake."""
+    others = [other for other in range(len(case.requests)) if other != index]
+    told = "; ".join(f"request {other}{settings(case, other)}" for other in others[:3])
+    return f"beside it was {told}" + ("; ..." if others[3:] else "") if others else ""
 
 
 def purity(case: VerifyCase, backend: Backend, device: str) -> int:
@@ -259,7 +267,7 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
     star = DraftTree((-1, *[0] * (size - 1)), tuple(range(size)))
     flat = np.full((size, vocab), 1 / vocab if case.kind == "probs" else 0, np.float32)
     reject = np.full(size, 1 - 2.0**-24, np.float32)
-    between = Request(star, flat, 1.0, reject, 0.5)
+    between = Request(star, flat, 1.0, reject, 0.5, processors=_other_processors(case, size))
     call(replace(case, requests=(between,) * len(trees), num_draft_tokens=None), backend, device)
     second = observe(trees, submit(tensors, case.kind, backend), case.slots)
     for index, (want, got) in enumerate(zip(first, second, strict=True)):
@@ -272,6 +280,19 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
         if wrong:
             raise Violation(index, str(got), *wrong)
     return len(trees)
+
+
+def _other_processors(case: VerifyCase, num_nodes: int) -> RequestProcessors:
+    """Of the kinds that the case has, with every token committed, but not the values it has."""
+    kinds = frozenset().union(*(request.processors.kinds for request in case.requests))
+    vocab = case.vocab_size
+    everything = np.ones((num_nodes, vocab), np.bool_)
+    return RequestProcessors(
+        logit_bias=np.arange(vocab, dtype=np.float32) if "bias" in kinds else None,
+        token_bitmask=pack_bitmask(everything) if "bitmask" in kinds else None,
+        frequency_penalty=1.0 if "penalties" in kinds else 0.0,
+        committed_tokens=tuple(range(vocab)) if "penalties" in kinds else (),
+    )
 
 
 def determinism(case: VerifyCase, backend: Backend, device: str) -> int:

@@ -317,6 +317,18 @@ def _worth_drawing(
     return keep
 
 
+def settings(case: VerifyCase, index: int) -> str:
+    """What a request asks for beside its tree, each part after a comma; "" where that is nothing."""
+    request = case.requests[index]
+    cuts = request.cuts(case.filter_order)
+    parts = (
+        "" if case.kind == "probs" else f"temperature {request.temperature!r}",
+        str(request.processors) if request.processors.kinds else "",
+        str(cuts) if cuts.are_on(case.vocab_size) else "",
+    )
+    return "".join(f", {part}" for part in parts if part)
+
+
 def explain(
     law: str,
     meaning: str,
@@ -348,15 +360,11 @@ def explain(
     picture = request.tree.draw(notes, keep).splitlines()
     if len(picture) > _MAX_LINES:
         picture = [*picture[: _MAX_LINES - 1], f"... ({len(request.tree)} nodes in all)"]
-    temperature = "" if case.kind == "probs" else f", temperature {request.temperature!r}"
-    filters = f", {cuts}" if is_filtered else ""
-    if request.processors.kinds:
-        filters = f", {request.processors}{filters}"
     rule = "" if case.rule == "target_only" else f", rule {case.rule}"
     summary = (
         f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"
-        f" {case.rows_dtype}{temperature}{filters}{rule}, {case.effective_depth_cap} accept slots,"
-        f" final coin {final!r}"
+        f" {case.rows_dtype}{settings(case, violation.request)}{rule},"
+        f" {case.effective_depth_cap} accept slots, final coin {final!r}"
     )
     lines = [
         f"law broken: {law}",

@@ -195,7 +195,7 @@ class MinPForTheBonusOnly(FilterSampler):  # B18, vllm#42744
         return tested, drawn
 
 
-@fault("K3", "filters", "filters-logits", "filters-wide", "filter-parity")
+@fault("K3", "filters", "filters-logits", "filters-wide")
 class NoFiltersForChildren(FilterSampler):
     def laws(self, request, row):
         return self.softmax(request, row), super().laws(request, row)[1]
@@ -268,7 +268,7 @@ class MinPIsStrict(FilterSampler):
         return int((falling > float(cuts.min_p) * float(falling[0])).sum())
 
 
-@fault("K3", "critical-cuts", "filters-logits")
+@fault("K3", "critical-cuts")
 class MinPOfOne(FilterSampler):  # a floor on the mass itself, not on its share of the largest
     def by_min(self, falling, cuts):
         return int((falling >= cuts.min_p * falling.sum()).sum())

@@ -33,6 +33,7 @@ class ProcessorSampler(FilterSampler):
 
     name = "right-processors"
     traits = BackendTraits(devices=("cpu",), takes_filters=True, takes_processors=PROCESSORS)
+    given = None
 
     def verify(self, batch, logits, temperature, coins, depth_cap, filters=None, processors=None):
         self.temperatures = temperature.tolist()
@@ -40,6 +41,10 @@ class ProcessorSampler(FilterSampler):
         self.parents = [self.parents_of(request) for request in range(batch.batch_size)]
         self.raw = logits.float().numpy()
         return self.run(batch, self.raw, coins, depth_cap, filters)
+
+    def verify_probs(self, batch, target_probs, coins, depth_cap, filters=None):
+        self.given = None  # probabilities are of rows already processed
+        return super().verify_probs(batch, target_probs, coins, depth_cap, filters)
 
     def parents_of(self, request):
         first, sibling = (
@@ -175,7 +180,7 @@ FAULTS, _fault = planting()
 fault = partial(_fault, "K13")
 
 
-@fault("penalties", "commit-parity", "penalties-wide")
+@fault("penalties", "penalties-wide")
 class FlatOrderHistory(ProcessorSampler):  # every slot up to the node's, siblings included
     def path(self, request, node):
         return list(range(node + 1))
@@ -187,7 +192,7 @@ class RootOmitted(ProcessorSampler):  # B79, lucebox PR#374
         return super().path(request, node)[1:]
 
 
-@fault("penalties", "commit-parity")
+@fault("penalties")
 class RootCountedTwiceBelowIt(ProcessorSampler):  # B78, vllm PR#33251
     def path(self, request, node):
         return [0] * (node > 0) + super().path(request, node)
@@ -309,7 +314,7 @@ class RawArgmaxAtZero(ProcessorSampler):  # B82, atlas PR#302
         return row if self.temperatures[request] == 0 and node == 0 else super().processed(request, node, row)
 
 
-@fault("penalties", "processors-filtered")
+@fault("penalties")
 class PenaltiesAfterTemperature(ProcessorSampler):
     def counted(self, x, counts, frequency, presence):
         scale = self.scale or 1.0
@@ -410,7 +415,7 @@ class InPlace(ProcessorSampler):
         return output
 
 
-@fault("penalties-purity", "penalties")
+@_fault("K10", "penalties-purity", "penalties")
 class HistoryOfEarlierCalls(ProcessorSampler):  # a buffer that is not cleared
     memory = ()
 

@@ -48,7 +48,7 @@ def parts(text):
 
 
 def settings_of(law):
-    """Words of which the case's line must hold one, where a law is about more than logits and temperature."""
+    """Words of which the case's line, or its neighbours', must hold one, where a law is about more than logits and temperature."""
     if law.cases.startswith("filtered"):
         return ("top_k ", "top_p ", "min_p ")
     if law.cases.startswith(("masked", "forbidden", "penalised", "processed")):
@@ -73,10 +73,11 @@ def test_fault_is_killed_and_the_failure_says_how(fault, tmp_path):
     if LAWS[law] in GPU_LAWS:  # thousands of trees: a seed replays them, and none is drawn
         assert f"gpu_law_named({law!r}).run(" in said["replay"]
         return
-    assert hunted.nodes <= MOST_NODES
+    most_nodes = getattr(fault.made, "fewest_nodes", MOST_NODES)
+    assert hunted.nodes <= most_nodes
     assert said["case"]
     assert said[""][0].startswith("node 0: token ")
-    assert len(said[""]) <= 4 * MOST_NODES
+    assert len(said[""]) <= 4 * MOST_NODES  # a larger tree is drawn in part
     is_tree_law = LAWS[law] in TREE_LAWS
     name = getattr(fault.made, "backend", fault).name  # a right one, where the fault is before it
     path = next(tmp_path.iterdir())
@@ -84,7 +85,9 @@ def test_fault_is_killed_and_the_failure_says_how(fault, tmp_path):
     assert is_tree_law or said["backend"] == name
     if not is_tree_law:
         said_besides = settings_of(LAWS[law])
-        assert not said_besides or any(words in said["case"] for words in said_besides)
+        assert not said_besides or any(
+            words in said["case"] + said.get("because", "") for words in said_besides
+        )
     if "flaky" in said or getattr(fault.made, "is_restless", False):
         return  # its next answer may happen to be right
     with fault.planted() as backend, pytest.raises(LawBroken, match=f"law broken: {law}\n"):

@@ -445,6 +445,8 @@ class TokenIdsIn8Bits(Sampler):
 
 @fault("K12", "oracle-agreement-wide")
 class FlatIndicesIn5Bits(Sampler):
+    fewest_nodes = 33  # below, five bits are enough
+
     def commit(self, walk, path, bonus):
         flat, count, emitted = super().commit(walk, path, bonus)
         return [node & 31 for node in flat], count, emitted
