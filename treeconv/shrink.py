@@ -60,6 +60,7 @@ def _smaller(case: VerifyCase, *, values: bool) -> Iterator[VerifyCase]:
         yield replace(case, num_draft_tokens=None)
     yield from _fewer_requests(case)
     for index, request in enumerate(requests):
+        yield from (_with(case, index, path) for path in _paths(request))
         for gone in _parts(request.tree):
             less = _without(request, gone)
             if less:
@@ -81,6 +82,16 @@ def _parts(tree: DraftTree) -> Iterator[list[int]]:
     for node in nodes[1:]:
         yield [other for other in nodes if node in tree.path(other)]
         yield [node]
+
+
+def _paths(request: Request) -> Iterator[Request]:
+    """One path alone, followed for certain: without the siblings in between, whose mass its coins skipped."""
+    for node in range(1, len(request.tree)):
+        path = request.tree.path(node)
+        gone = [other for other in range(len(request.tree)) if other not in path]
+        less = _without(request, gone) if gone else None
+        if less:
+            yield less.with_coins(np.where(np.arange(len(path)) < len(path) - 1, 0, less.accept), less.final)
 
 
 def _handed_on(request: Request, node: int, less: Request) -> Iterator[Request]:
