@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ __all__ = [
     "check_seeds",
     "check_sequence_of_trees",
     "check_temperature",
-    "check_tokens",
+    "check_tensors",
+    "check_trees",
     "check_verify_input",
     "tree_pointers",
 ]
@@ -105,40 +107,53 @@ def tree_pointers(first: Sequence[int], sibling: Sequence[int], where: str = "")
 
 
 def check_verify_input(batch: VerifyInput) -> None:
-    """Shapes, dtypes and devices; on the CPU also the pointers and sibling duplicates.
+    """Shapes, dtypes and devices; on the CPU also the pointers and sibling duplicates."""
+    check_tensors(batch)
+    check_trees(batch)
 
-    On a CUDA device the *contents* are not read back, so that no call waits for the device: convert
-    with :func:`treeconv.to_verify_input`, which only makes valid batches.
-    """
+
+def check_tensors(batch: VerifyInput) -> None:
+    """Shapes, dtypes and devices."""
     import torch  # noqa: PLC0415
 
     if not isinstance(batch, VerifyInput):
         raise InvalidArgument(f"batch={type(batch).__name__}, but must be a VerifyInput (to_verify_input)")
-    tensors = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    tensors = vars(batch)
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgument(f"{name}={type(tensor).__name__}, but must be a torch.Tensor")
-    shape, device = tuple(batch.candidates.shape), batch.device
+    shape, device = batch.candidates.shape, batch.device
     if len(shape) != 2 or 0 in shape:
-        raise InvalidArgument(f"candidates.shape={shape}, but must be [B, N] with B, N >= 1")
+        raise InvalidArgument(f"candidates.shape={tuple(shape)}, but must be [B, N] with B, N >= 1")
     for name, tensor in tensors.items():
         want = shape[:1] if name == "prefix_lens" else shape
         if tensor.shape != want:
-            raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {want}")
-        if tensor.dtype != torch.int64:
+            raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {tuple(want)}")
+        if tensor.dtype is not torch.int64:
             raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be torch.int64")
         if tensor.device != device:
             raise InvalidArgument(
                 f"{name}.device={tensor.device}, but must be {device}, the device of candidates"
             )
-    if device.type == "cpu":
-        # Small batches are checked faster one node at a time than with array operations.
-        is_surely_valid = _is_surely_valid_small if batch.candidates.numel() <= 128 else _is_surely_valid
-        if not is_surely_valid(batch):
-            _name_the_fault(batch)
 
 
-def _is_surely_valid_small(batch: VerifyInput) -> bool:
+def check_trees(batch: VerifyInput, vocab_size: int | None = None) -> None:
+    """On the CPU: pointers make trees, siblings differ, and drafts are in the vocabulary, if one is given.
+
+    The root's token is never tested, nor looked at. On a CUDA device nothing is read back, so that no call
+    waits for it: convert with :func:`treeconv.to_verify_input`, which only makes valid batches.
+    """
+    if not batch.candidates.is_cpu:
+        return
+    # Small batches are checked faster one node at a time than with array operations.
+    is_surely_valid = _is_surely_valid_small if batch.candidates.numel() <= 128 else _is_surely_valid
+    if not is_surely_valid(batch, vocab_size):
+        _name_the_fault(batch)
+        if vocab_size is not None:
+            _check_tokens(batch, vocab_size)
+
+
+def _is_surely_valid_small(batch: VerifyInput, vocab_size: int | None) -> bool:
     """As :func:`_is_surely_valid`, one node at a time."""
     slots = batch.candidates.shape[1]
     rows = zip(
@@ -148,6 +163,8 @@ def _is_surely_valid_small(batch: VerifyInput) -> bool:
         strict=True,
     )
     for tokens, first, sibling in rows:
+        if vocab_size is not None and (min(tokens) < 0 or max(tokens) >= vocab_size):
+            return False
         firsts = [child for child in first if child != -1]
         pointed_at = firsts + [child for child in sibling if child != -1]
         if not pointed_at:
@@ -158,7 +175,10 @@ def _is_surely_valid_small(batch: VerifyInput) -> bool:
         if sibling[0] != -1:
             return False
         for eldest in firsts:
-            family, child = [tokens[eldest]], sibling[eldest]
+            child = sibling[eldest]
+            if child == -1:
+                continue
+            family = [tokens[eldest]]
             while child != -1:
                 family.append(tokens[child])
                 child = sibling[child]
@@ -167,9 +187,14 @@ def _is_surely_valid_small(batch: VerifyInput) -> bool:
     return True
 
 
-def _is_surely_valid(batch: VerifyInput) -> bool:
-    """A quick sufficient test: every slot is pointed at once at most, and no sibling repeats a token."""
+def _is_surely_valid(batch: VerifyInput, vocab_size: int | None) -> bool:
+    """A quick sufficient test: every slot is pointed at once at most, and no sibling repeats a token.
+
+    And every token is in the vocabulary, if one is given, padding's and the root's included.
+    """
     tokens = batch.candidates.numpy()
+    if vocab_size is not None and tokens.view(np.uint64).max() >= vocab_size:  # negative ids are greater
+        return False
     first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
     size, slots = tokens.shape
     if min(first.min(), sibling.min()) < -1 or max(first.max(), sibling.max()) >= slots:
@@ -215,14 +240,9 @@ def _name_the_fault(batch: VerifyInput) -> None:
             seen.add((parent, tokens[node]))
 
 
-def check_tokens(batch: VerifyInput, vocab_size: int) -> None:
-    """On the CPU: every draft token is in the vocabulary. The root's is never tested, nor looked at."""
-    if batch.device.type != "cpu":
-        return
+def _check_tokens(batch: VerifyInput, vocab_size: int) -> None:
+    """Every drafted token is in the vocabulary."""
     tokens = batch.candidates.numpy()
-    # As unsigned words, negative ids are beyond any vocabulary. The root's column is seldom the odd one.
-    if tokens.view(np.uint64).max() < vocab_size or tokens[:, 1:].view(np.uint64).max(initial=0) < vocab_size:
-        return
     first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
     for pointer in (first, sibling):
         request, node = np.nonzero(pointer >= 0)
@@ -310,6 +330,15 @@ def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
     return values.to(torch.float32).expand(size).contiguous().to(batch.device)
 
 
+def _is_surely_in_0_1(array: NDArray[np.float32]) -> bool:
+    """Whether all are (False may also mean a -0.0): lists are faster while short, words of memory after."""
+    if array.size <= 128:
+        few = array.ravel().tolist()
+        return min(few) >= 0 and max(few) <= 1 and not math.isnan(sum(few))
+    # The words of floats in [0, 1] are the integers up to 1.0's; others are greater.
+    return bool(array.view(np.uint32).max() <= _WORD_OF_ONE)
+
+
 def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
     """Coins as contiguous float32 tensors ``[B, N]`` and ``[B]``, on the CPU checked to be in [0, 1]."""
     import torch  # noqa: PLC0415
@@ -321,16 +350,15 @@ def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
         values = getattr(coins, name)
         if not isinstance(values, torch.Tensor):
             values = _to_tensor(values, f"coins.{name}", str(want), batch.device)
-        if tuple(values.shape) != want:
+        if values.shape != want:
             raise InvalidArgument(f"coins.{name}.shape={tuple(values.shape)}, but must be {want}")
-        if values.dtype != torch.float32:
+        if values.dtype is not torch.float32:
             raise InvalidArgument(f"coins.{name}.dtype={values.dtype}, but must be torch.float32")
         if values.device != batch.device:
             raise InvalidArgument(f"coins.{name}.device={values.device}, but must be {batch.device}")
-        if values.device.type == "cpu":
+        if values.is_cpu:
             array = np.ascontiguousarray(values.numpy())
-            # The words of floats in [0, 1] are the integers up to 1.0's; others but -0.0 are greater.
-            if array.view(np.uint32).max() > _WORD_OF_ONE and not ((array >= 0) & (array <= 1)).all():
+            if not _is_surely_in_0_1(array) and not ((array >= 0) & (array <= 1)).all():
                 outside = array[~((array >= 0) & (array <= 1))]
                 raise InvalidArgument(
                     f"coins.{name} holds {float(outside.flat[0])!r}, but must be in [0, 1)"
@@ -457,6 +485,7 @@ def check_depth_cap(depth_cap: int | None, batch: VerifyInput) -> int:
     """``depth_cap`` as an int >= 1; the default is the deepest tree's depth + 1 (read from positions)."""
     if depth_cap is not None:
         return check_int(depth_cap, "depth_cap", 1)
-    if batch.device.type == "cpu":  # NumPy is several times faster at this size
-        return int((batch.positions.numpy() - batch.prefix_lens.numpy()[:, None]).max()) + 1
+    if batch.positions.is_cpu and batch.positions.numel() <= 128:  # several times faster at this size
+        rows = zip(batch.positions.tolist(), batch.prefix_lens.tolist(), strict=True)
+        return max(int(max(positions)) - prefix for positions, prefix in rows) + 1
     return int((batch.positions - batch.prefix_lens[:, None]).max()) + 1

@@ -201,9 +201,9 @@ def verify(
         BackendUnavailable: an unknown backend, one that cannot run here, or one that lacks the
             filters, the processors or the rule.
     """
-    _validate.check_verify_input(batch)
+    _validate.check_tensors(batch)
     rows = _validate.check_rows(logits, "logits", batch, _LOGITS)
-    _validate.check_tokens(batch, rows.shape[2])
+    _validate.check_trees(batch, rows.shape[2])
     temperatures = _validate.check_temperature(temperature, batch)
     filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
     how = _validate.check_rule(
@@ -295,9 +295,9 @@ def verify_probs(
 
     Returns, Raises: as for :func:`verify`.
     """
-    _validate.check_verify_input(batch)
+    _validate.check_tensors(batch)
     rows = _validate.check_rows(target_probs, "target_probs", batch, ("float32",))
-    _validate.check_tokens(batch, rows.shape[2])
+    _validate.check_trees(batch, rows.shape[2])
     filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
     how = _validate.check_rule(
         rule, draft_probs, drafting, threshold_single, threshold_acc, batch, rows.shape[2]

@@ -48,7 +48,7 @@ def parts(text):
 
 
 def settings_of(law):
-    """Words of which the case's line, or its neighbours', must hold one, where a law is about more than logits and temperature."""
+    """Words of which the case's line or its neighbours' must hold one, where a law is about such settings."""
     if law.cases.startswith("filtered"):
         return ("top_k ", "top_p ", "min_p ")
     if law.cases.startswith(("masked", "forbidden", "penalised", "processed")):

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EagerBackend"]
 
-_BLOCK = 512  # elements of a blocked sum: short enough to be accurate, long enough to be fast
+_LN2 = math.log(2)
+_BLOCK = 256  # elements of a blocked sum: short enough to be accurate, long enough to be fast
 _FEW = 2**20  # masses that go to the host at once
 _SHORTLIST = 1024  # tokens among which a filter's cut is looked for first
 _LARGEST_RECIPROCAL = 2.0**126  # between this and its reciprocal both are normal float32 numbers
@@ -91,15 +92,16 @@ class _LazyWalk:
         processors: Processors | None = None,
     ) -> None:
         self._rule = rule or Rule()
-        self._rows = rows.detach()
+        self._rows = rows.detach() if rows.requires_grad else rows
         self._processors = processors
         self._seen: list[Counter[int]] = []  # per request, what penalties have seen of its path so far
         if processors is not None and processors.penalties is not None:
             self._seen = [Counter(text) for text in processors.penalties.committed_tokens.tolist()]
         self._filters = filters
         self._order = filters.order if filters else "sequential"
+        size, _, self._vocab = rows.shape
         self._is_filtered = (
-            [cuts.are_on(rows.shape[2]) for cuts in filters.cuts()] if filters else [False] * rows.shape[0]
+            [cuts.are_on(self._vocab) for cuts in filters.cuts()] if filters else [False] * size
         )
         self._temperatures = temperatures
         self._depth_cap = depth_cap
@@ -108,26 +110,27 @@ class _LazyWalk:
         self._sibling = batch.retrieve_next_sibling.tolist()
         self._accept_coins = coins.accept.tolist()
         self._final_coins = coins.final.tolist()
-        self._vocab = rows.shape[2]
         self._scratch: torch.Tensor | None = None
-        size = len(self._tokens)
         self._paths = [[0] for _ in range(size)]
         self._bonus = [-1] * size
         self._status = [RowStatus.OK] * size
 
     def run(self) -> VerifyOutput:
+        with torch.inference_mode():  # half the cost of a small operation is bookkeeping for gradients
+            self._walk()
+        return self._output()
+
+    def _walk(self) -> None:
         walking = list(range(len(self._paths)))
         while walking and self._rule.name != "target_only":
             walking = self._step_by_rule(walking)
         while walking:
-            greedy = [b for b in walking if self._temperatures is not None and self._temperatures[b] == 0]
-            sampled = [b for b in walking if b not in set(greedy)] if greedy else walking
-            walking = []
-            if greedy:
-                walking += self._step_greedy(greedy)
+            temperatures = self._temperatures
+            sampled = walking if temperatures is None else [b for b in walking if temperatures[b] > 0]
+            greedy = [b for b in walking if b not in set(sampled)] if len(sampled) < len(walking) else []
+            walking = self._step_greedy(greedy) if greedy else []
             if sampled:
                 walking += self._step_sampled(sampled)
-        return self._output()
 
     def _children(self, request: int) -> list[int]:
         """The children to test at the request's current node: none once the depth cap is reached."""
@@ -150,7 +153,9 @@ class _LazyWalk:
     def _raw(self, requests: Sequence[int], nodes: list[int]) -> torch.Tensor:
         rows, slots = self._rows, self._rows.shape[1]
         if len(requests) == 1:
-            return rows.select(0, requests[0]).narrow(0, nodes[0], 1)
+            per_request, per_slot, per_token = rows.stride()
+            start = rows.storage_offset() + requests[0] * per_request + nodes[0] * per_slot
+            return rows.as_strided((1, self._vocab), (per_slot, per_token), start)
         if rows.stride(0) == slots * rows.stride(1):  # one index_select is far faster than two-way indexing
             flat = [request * slots + node for request, node in zip(requests, nodes, strict=True)]
             return rows.flatten(0, 1).index_select(0, torch.tensor(flat, device=rows.device))
@@ -195,6 +200,8 @@ class _LazyWalk:
         ``amax`` hands NaN on, so one look at the peak finds it anywhere in the row.
         """
         empty_peak = -math.inf if lows is None else 0.0
+        if lows is None and all(-math.inf < peak < math.inf for peak in peaks):  # as nearly always
+            return list(range(len(requests)))
         usable = []
         for place, (request, peak) in enumerate(zip(requests, peaks, strict=True)):
             if math.isnan(peak) or (lows is not None and lows[place] < 0):
@@ -225,7 +232,7 @@ class _LazyWalk:
         return walking
 
     def _weights(self, requests: list[int]) -> tuple[list[int], torch.Tensor]:
-        """The usable requests and their masses up to a factor, ``[A, blocks * 512]`` float32.
+        """The usable requests and their masses up to a factor, ``[A, blocks * 256]`` float32.
 
         Logits give ``2 ** ((x - max) / (T ln 2))``, which torch computes several times faster than the
         equal ``exp((x - max) / T)``. Zero behind the vocabulary. Valid until the next call: every level
@@ -237,22 +244,21 @@ class _LazyWalk:
             self._scratch = torch.empty((len(requests), width), device=rows.device)
             if width > self._vocab:
                 self._scratch[:, self._vocab :] = 0.0
-        padded = self._scratch if len(requests) == len(self._scratch) else self._scratch[: len(requests)]
-        values = padded if padded.shape[1] == self._vocab else padded[:, : self._vocab]
+        size, width = self._scratch.shape
+        padded = self._scratch if len(requests) == size else self._scratch[: len(requests)]
+        values = padded if width == self._vocab else padded[:, : self._vocab]
         values.copy_(rows)
         peaks = values.amax(dim=1, keepdim=True)
-        is_probs = self._temperatures is None
-        usable = self._drop_unusable(
-            requests, peaks.view(-1).tolist(), values.amin(dim=1).tolist() if is_probs else None
-        )
+        lows = values.amin(dim=1).tolist() if self._temperatures is None else None
+        usable = self._drop_unusable(requests, [peak for (peak,) in peaks.tolist()], lows)
         if len(usable) < len(requests):
             keep = torch.tensor(usable, dtype=torch.int64, device=rows.device)
             padded, peaks = padded[keep], peaks[keep]
             values = padded.narrow(1, 0, self._vocab)
-        requests = [requests[place] for place in usable]
+            requests = [requests[place] for place in usable]
         if self._temperatures is not None and requests:
-            scales = [self._temperatures[request] * math.log(2) for request in requests]
             values.sub_(peaks)
+            scales = [self._temperatures[request] * _LN2 for request in requests]
             if 1 / _LARGEST_RECIPROCAL < min(scales) <= max(scales) < _LARGEST_RECIPROCAL:
                 # A product is twice as fast as a quotient, and needs no tensor for a single factor.
                 if len(requests) == 1:
@@ -263,6 +269,8 @@ class _LazyWalk:
                 scales = [max(scale, 2.0**-149) for scale in scales]
                 values.div_(torch.tensor(scales, device=rows.device)[:, None])
             values.exp2_()
+        if self._filters is None:
+            return requests, padded
         filtered = [lane for lane, request in enumerate(requests) if self._is_filtered[request]]
         if filtered:
             places = torch.tensor([usable[lane] for lane in filtered], device=rows.device)
@@ -338,22 +346,24 @@ class _LazyWalk:
         requests, weights = self._weights(requests)
         if not requests:
             return []
-        if weights.numel() <= _FEW:  # on a device every small read would wait for it anew
+        if weights.is_cuda and weights.numel() <= _FEW:  # every small read would wait for the device anew
             weights = weights.cpu()
         children = [self._children(request) for request in requests]
+        width = weights.shape[1]
         drafted = [  # places in the flattened weights
-            lane * weights.shape[1] + self._tokens[requests[lane]][kid]
+            lane * width + self._tokens[requests[lane]][kid]
             for lane, kids in enumerate(children)
             for kid in kids
         ]
-        masses = _fetch(weights.view(-1), drafted).tolist() if drafted else []
-        sums = weights.view(len(requests), -1, _BLOCK).sum(dim=2).cpu().numpy()
+        masses = _masses(weights, drafted)
+        sums = _block_sums(weights)
+        laws = _hosted(weights)
         walking, place = [], 0
         for lane, (request, kids) in enumerate(zip(requests, children, strict=True)):
             coin = self._accept_coins[request][self._paths[request][-1]] * self._rule.threshold_acc
             # Probabilities that no filter touched are compared as they are.
             is_law = self._temperatures is None and not self._is_filtered[request]
-            total = 1.0 if is_law else float(sums[lane].sum(dtype=np.float64))
+            total = 1.0 if is_law else float(np.add.reduce(sums[lane], dtype=np.float64))
             accepted, last_with_mass, acc = -1, -1, 0.0
             single = self._rule.threshold_single if self._rule.threshold_single < 1 else math.inf
             for kid, mass in zip(kids, masses[place : place + len(kids)], strict=True):
@@ -367,7 +377,7 @@ class _LazyWalk:
             if accepted < 0:
                 rejected = [self._tokens[request][kid] for kid in kids]
                 final = self._final_coins[request]
-                self._bonus[request] = self._draw_bonus(weights[lane], sums[lane], rejected, final)
+                self._bonus[request] = _draw_bonus(laws[lane], sums[lane], rejected, final)
                 if self._bonus[request] >= 0:
                     continue
                 # The children cover the support (rounding, or a coin of 1): the last one takes the rest.
@@ -387,7 +397,7 @@ class _LazyWalk:
                 p = torch.zeros_like(p)
                 p[top] = 1
             elif self._temperatures is not None or self._is_filtered[request]:
-                p = p / _block_sums(p).sum(dtype=np.float64)
+                p = p / float(np.add.reduce(_block_sums(p), dtype=np.float64))
             children = self._children(request)
             tokens = [self._tokens[request][child] for child in children]
             place, coin = -1, self._final_coins[request]
@@ -399,7 +409,7 @@ class _LazyWalk:
                 coins = [self._accept_coins[request][slot] for slot in slots]
                 place, p = accept_by_ratio(p, self._rule.draft_probs[request, node], tokens, coins)
             if place < 0:
-                bonus = self._draw_bonus(p, _block_sums(p), [], coin)
+                bonus = _draw_bonus(_hosted(p), _block_sums(p), [], coin)
                 if self._rule.name != "draw_and_match" or bonus not in tokens:
                     self._bonus[request] = bonus
                     continue
@@ -407,30 +417,6 @@ class _LazyWalk:
             self._paths[request].append(children[place])
             walking.append(request)
         return walking
-
-    def _draw_bonus(
-        self, weights: torch.Tensor, sums: NDArray[np.float32], rejected: list[int], coin: float
-    ) -> int:
-        """Smallest t with ``cumsum(residual)(t) > coin * sum(residual)``; else the last t of positive mass.
-
-        Two levels: the block, then the place in it. torch summed each block; the host adds blocks, and the
-        masses of one, in float64. -1 where the residual is empty.
-        """
-        blocks = weights.view(-1, _BLOCK)
-        places = {block: place for place, block in enumerate(dict.fromkeys(t // _BLOCK for t in rejected))}
-        touched = list(places)
-        if touched:
-            residual = _fetch(blocks, touched)
-            residual[[places[t // _BLOCK] for t in rejected], [t % _BLOCK for t in rejected]] = 0.0
-            sums[touched] = residual.sum(axis=1)
-        ends = sums.cumsum(dtype=np.float64)
-        if not ends[-1] > 0:
-            return -1
-        target = coin * ends[-1]
-        block = _first_above(ends, target, sums)
-        masses = residual[places[block]] if block in places else _fetch(blocks, [block])[0]
-        inside = masses.cumsum(dtype=np.float64) + (ends[block - 1] if block else 0.0)
-        return block * _BLOCK + _first_above(inside, target, masses)
 
     def _output(self) -> VerifyOutput:
         size, slots = self._rows.shape[:2]
@@ -445,19 +431,60 @@ class _LazyWalk:
             predicts[request, path] = [*tokens, self._bonus[request]]
             counts[request] = len(path) - 1
         arrays = (accept_index, counts, predicts.ravel(), np.array(self._status, np.int32))
-        return VerifyOutput(*(torch.from_numpy(array).to(self._rows.device) for array in arrays))
+        output = map(torch.from_numpy, arrays)
+        return VerifyOutput(*(output if self._rows.is_cpu else (one.to(self._rows.device) for one in output)))
 
 
-def _fetch(values: torch.Tensor, places: list[int]) -> NDArray[np.float32]:
-    """``values[places]``, copied to the host. NumPy does it several times faster where they are there."""
-    if values.device.type == "cpu":
-        return values.numpy()[places]
+def _hosted(weights: torch.Tensor) -> torch.Tensor | NDArray[np.float32]:
+    """The same memory as a NumPy array, whose single elements are far cheaper, unless it is on a device."""
+    return weights.numpy() if weights.is_cpu else weights
+
+
+def _masses(weights: torch.Tensor, places: list[int]) -> list[float]:
+    """Single masses by their places in the flattened weights."""
+    if weights.is_cpu and len(places) < 100:
+        of = weights.numpy().item
+        return [of(place) for place in places]
+    return _fetch(_hosted(weights.view(-1)), places).tolist() if places else []
+
+
+def _fetch(values: torch.Tensor | NDArray[np.float32], places: list[int]) -> NDArray[np.float32]:
+    """A copy of ``values[places]`` on the host."""
+    if isinstance(values, np.ndarray):
+        return values[places]
     return values[torch.tensor(places, device=values.device)].cpu().numpy()
 
 
-def _block_sums(law: torch.Tensor) -> NDArray[np.float32]:
-    sums: NDArray[np.float32] = law.view(-1, _BLOCK).sum(dim=1).cpu().numpy()
-    return sums
+def _block_sums(laws: torch.Tensor) -> NDArray[np.float32]:
+    """The sums of each ``_BLOCK`` masses, ``[..., blocks]``, on the host."""
+    sums = torch.sum(laws.view(*laws.shape[:-1], -1, _BLOCK), -1)
+    return sums.cpu().numpy()
+
+
+def _draw_bonus(
+    law: torch.Tensor | NDArray[np.float32], sums: NDArray[np.float32], rejected: list[int], coin: float
+) -> int:
+    """Smallest t with ``cumsum(residual)(t) > coin * sum(residual)``; else the last t of positive mass.
+
+    Two levels: the block, then the place in it. torch summed each block; the host adds blocks, and the
+    masses of one, in float64. -1 where the residual is empty. The rejected are taken out of ``law`` and
+    ``sums`` themselves.
+    """
+    blocks = law.reshape(-1, _BLOCK)
+    if rejected:
+        law[rejected] = 0.0
+        touched = list({token // _BLOCK for token in rejected})
+        sums[touched] = _fetch(blocks, touched).sum(axis=1)
+    ends = np.add.accumulate(sums, dtype=np.float64)
+    total = float(ends[-1])
+    if not total > 0:
+        return -1
+    block = _first_above(ends, coin * total, sums)
+    masses = _fetch(blocks, [block])[0]
+    inside = np.add.accumulate(masses, dtype=np.float64)
+    if block:
+        inside += ends[block - 1]
+    return block * _BLOCK + _first_above(inside, coin * total, masses)
 
 
 def _first_above(sums: NDArray[np.float64], target: float, masses: NDArray[np.float32]) -> int:
