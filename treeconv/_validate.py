@@ -487,5 +487,6 @@ def check_depth_cap(depth_cap: int | None, batch: VerifyInput) -> int:
         return check_int(depth_cap, "depth_cap", 1)
     if batch.positions.is_cpu and batch.positions.numel() <= 128:  # several times faster at this size
         rows = zip(batch.positions.tolist(), batch.prefix_lens.tolist(), strict=True)
-        return max(int(max(positions)) - prefix for positions, prefix in rows) + 1
+        deepest: int = max(max(positions) - prefix for positions, prefix in rows)
+        return deepest + 1
     return int((batch.positions - batch.prefix_lens[:, None]).max()) + 1
