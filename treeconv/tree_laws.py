@@ -170,8 +170,9 @@ def _expect_cut(
         predicts[request] = (stops[request] or [0])[0]  # what is not on the path means nothing
         predicts[request, list(path)] = tokens
         index[request, : len(path)] = np.array(path) + request * slots
-    arrays = (index, np.array([len(path) - 1 for path in paths], np.int32), predicts.ravel())
-    output = VerifyOutput(*map(torch.from_numpy, arrays), torch.zeros(size, dtype=torch.int32))
+    counts = np.array([len(path) - 1 for path in paths], np.int32)
+    arrays = (index, counts, predicts.ravel(), np.zeros(size, np.int32))
+    output = VerifyOutput(*map(torch.from_numpy, arrays))
     got = commit(output, stops)
     for request, (path, tokens, ending) in enumerate(zip(paths, emitted, stops, strict=True)):
         place = next((place for place, token in enumerate(tokens) if token in ending), None)

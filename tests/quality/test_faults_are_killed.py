@@ -34,6 +34,7 @@ def parts(text):
             "meaning",
             "backend",
             "case",
+            "beside",
             "got",
             "want",
             "because",
@@ -86,7 +87,7 @@ def test_fault_is_killed_and_the_failure_says_how(fault, tmp_path):
     if not is_tree_law:
         said_besides = settings_of(LAWS[law])
         assert not said_besides or any(
-            words in said["case"] + said.get("because", "") for words in said_besides
+            words in said["case"] + said.get("beside", "") for words in said_besides
         )
     if "flaky" in said or getattr(fault.made, "is_restless", False):
         return  # its next answer may happen to be right
