@@ -236,19 +236,22 @@ def _by_rule(draw: DrawFn, rule: RuleName, **sizes: Any) -> VerifyCase:
     drafter that knows no processors; or far from both.
     """
     case = draw(processed_cases(**sizes, **shapes_for(rule)))
-    requests = []
-    for request in case.requests:
-        # At a tiny or a huge one calm logits are one token's, or everybody's: p / q then has little to show.
-        usual = st.sampled_from([1.0, 1.0, 0.5, 2.0, 0.0, request.temperature])
-        request = replace(request, temperature=draw(usual, label="temperature"))
-        if rule in RATIO_RULES:
-            knows = draw(st.sampled_from([True, True, False]), label="drafter knows the processors?")
-            likely = draw(st.booleans(), label="likely drafts?")
-            known = _plain(request, processed=knows)
-            draft_probs = draw(draft_laws(known, kind="logits", likely_drafts=likely))
-            request = replace(request, draft_probs=draft_probs)
-        requests.append(request)
+    requests = [draw(_drafted(request, rule)) for request in case.requests]
     return replace(case, requests=tuple(requests), rule=rule)
+
+
+@st.composite
+def _drafted(draw: DrawFn, request: Request, rule: RuleName) -> Request:
+    # At a tiny or a huge one calm logits are one token's, or everybody's: p / q then has little to show.
+    usual = st.sampled_from([1.0, 1.0, 0.5, 2.0, 0.0, request.temperature])
+    temperature = draw(usual, label="temperature")
+    if rule not in RATIO_RULES:
+        return replace(request, temperature=temperature)
+    knows = draw(st.sampled_from([True, True, False]), label="drafter knows the processors?")
+    likely = draw(st.booleans(), label="likely drafts?")
+    known = _plain(replace(request, temperature=temperature), processed=knows)
+    draft_probs = draw(draft_laws(known, kind="logits", likely_drafts=likely))
+    return replace(request, temperature=temperature, draft_probs=draft_probs)
 
 
 _CLOSE: dict[str, Any] = {"min_vocab": 4, "max_vocab": 5, "allow_depth_cap": False}
@@ -266,5 +269,7 @@ PROCESSOR_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "processed_filtered": lambda: processed_cases(allow_filters=True),
     "chain_processed": lambda: _by_rule("chain", min_nodes=2, max_nodes=3, **_CLOSE),
     "recursive_processed": lambda: _by_rule("recursive", min_nodes=3, max_nodes=4, **_CLOSE),
-    "match_processed": lambda: _by_rule("draw_and_match", max_requests=2, min_nodes=2, max_nodes=4, max_vocab=6),
+    "match_processed": lambda: _by_rule(
+        "draw_and_match", max_requests=2, min_nodes=2, max_nodes=4, max_vocab=6
+    ),
 }

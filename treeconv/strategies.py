@@ -352,7 +352,7 @@ def verify_cases(
 
     * ``kind``: "logits" (with temperatures, in several dtypes) or "probs" (dyadic laws).
     * ``min_requests``, ``max_requests``: trees in the batch, each with its own temperature.
-    * ``min_nodes``, ``max_nodes``, ``min_vocab``, ``max_vocab``: sizes; the vocabulary is often no multiple of 4.
+    * ``min_nodes``, ``max_nodes``, ``min_vocab``, ``max_vocab``: sizes; V is often no multiple of 4.
     * ``max_bits``: dyadic masses are multiples of ``2**-max_bits``.
     * ``allow_depth_cap``: whether some calls cap the accepted path below the tree's depth.
     * ``allow_filters``: whether most requests carry top-k, top-p or min-p, in one of the two orders.

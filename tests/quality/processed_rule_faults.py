@@ -74,6 +74,8 @@ class ResidualBeforeTheProcessors(ProcessedRuleSampler):
 
     def residual(self, p, q, token):
         return super().residual(self.raw_law() if self.given else p, q, token)
+
+
 @fault("chain-rule-processors", "recursive-rule-processors")
 class DraftLawProcessedToo(ProcessedRuleSampler):
     """q goes through the target's processors as well, though the drafter did not sample under them."""
