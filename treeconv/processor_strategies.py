@@ -138,6 +138,7 @@ def processors_for(
 @st.composite
 def processed_cases(
     draw: DrawFn,
+    /,
     kinds: Sequence[ProcessorKind] = PROCESSORS,
     *,
     allow_empty: bool = False,
@@ -229,7 +230,7 @@ def _plain(request: Request, *, processed: bool) -> Request:
 
 
 @st.composite
-def _by_rule(draw: DrawFn, rule: RuleName, **sizes: Any) -> VerifyCase:
+def _by_rule(draw: DrawFn, /, rule: RuleName, **sizes: Any) -> VerifyCase:
     """Processed calls verified by another rule than target-only.
 
     q, where the rule reads one, is the drafter's own: near the processed law, or near the raw one, of a
