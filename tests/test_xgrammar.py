@@ -1,8 +1,8 @@
 """Contract: with the real xgrammar a node's bitmask is its grammar's after committed text and path.
 
-Bit for bit. Two things tell what is right, neither of them :mod:`treeconv.grammar`: an automaton written out by hand, and
-a new matcher that is given a node's whole text from the start. Runs where the ``peers`` extra is installed
-(``make peers``).
+Bit for bit. Two things tell what is right, neither of them :mod:`treeconv.grammar`: an automaton written out
+by hand, and a new matcher that is given a node's whole text from the start. Runs where the ``peers`` extra is
+installed (``make peers``).
 """
 
 import importlib.util
