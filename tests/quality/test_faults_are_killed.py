@@ -52,7 +52,7 @@ def settings_of(law):
     """Words of which the case's line or its neighbours' must hold one, where a law is about such settings."""
     if law.cases.startswith("filtered"):
         return ("top_k ", "top_p ", "min_p ")
-    if law.cases.startswith(("masked", "forbidden", "penalised", "processed")):
+    if law.cases.startswith(("masked", "forbidden", "penalised")) or "processed" in law.cases:
         return ("bias {", "a bitmask", " penalty ")
     return () if law.rule == "target_only" else (f"rule {law.rule}",)
 
