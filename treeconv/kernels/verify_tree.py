@@ -56,10 +56,12 @@ from treeconv.kernels.row_chunks import (
     unordered,
     unusable,
 )
+from treeconv.kernels.row_values import fetch, read, readable, values
 from treeconv.kernels.sibling_lists import follow, siblings, without
 
 if TYPE_CHECKING:
     from treeconv.filters import Filters
+    from treeconv.processors import Processors
 
 __all__ = ["INTERPRETED", "verify_tree"]
 
@@ -76,6 +78,8 @@ def _verify_tree_kernel(
     child_ptr,  # [B, N] int64, contiguous: retrieve_next_token
     sibling_ptr,  # [B, N] int64, contiguous: retrieve_next_sibling
     rows_ptr,  # [B, N, V] bf16, fp16 or fp32, strides (stride_b, stride_n, 1)
+    bias_ptr,  # [B, V] float32, strides (bias_stride_b, 1); or None, as its stride then is
+    mask_ptr,  # [B, N, cdiv(V, 32)] int32, strides (mask_stride_b, mask_stride_n, 1); or None, likewise
     temperature_ptr,  # [B] float32; not read when PROBS
     top_k_ptr,  # [B] int64, this and the next two read with FILTERS only
     top_p_ptr,  # [B] float32
@@ -93,6 +97,9 @@ def _verify_tree_kernel(
     depth_cap,  # accept slots per request
     stride_b,  # elements
     stride_n,  # elements
+    bias_stride_b,
+    mask_stride_b,
+    mask_stride_n,
     SLOTS: tl.constexpr,  # power of two >= N
     chunks: tl.constexpr,  # cdiv(V, CHUNK), at most 64
     CHUNK: tl.constexpr,  # tokens
@@ -123,6 +130,10 @@ def _verify_tree_kernel(
     predicts_ptr += b64 * N
     accept_index_ptr += b64 * depth_cap
     rows_ptr += b64 * stride_b
+    if bias_ptr is not None:
+        bias_ptr += b64 * bias_stride_b
+    if mask_ptr is not None:
+        mask_ptr += b64 * mask_stride_b
     if PTX:  # the first chunk, on its way before anything else
         prefetch(rows_ptr + tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1))
     epoch = tl.load(epochs_ptr + b, volatile=True)
@@ -174,18 +185,20 @@ def _verify_tree_kernel(
         # 1. publish this program's chunks of the node's row, each fetched while the one before is summed
         step += 1
         tag = epoch + step
-        row_ptr = rows_ptr + node.to(tl.int64) * stride_n
+        row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
+        if mask_ptr is not None:
+            row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
         row_words = words_ptr + (2 * b + (step & 1)) * 192
         first_index = rank * CHUNK + offsets
-        x = tl.load(row_ptr + first_index, mask=first_index < V, other=NO_MASS)
+        fetched = fetch(row, first_index, first_index < V, NO_MASS)
         nodes, tokens, rest, left = siblings(
             sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
         )
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
-            mass = x.to(tl.float32)
+            mass = values(fetched, row, start + offsets).to(tl.float32)
             next_index = (chunk + programs) * CHUNK + offsets
-            x = tl.load(row_ptr + next_index, mask=next_index < V, other=NO_MASS)
+            fetched = fetch(row, next_index, next_index < V, NO_MASS)
             bad = 0
             if PROBS:
                 bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
@@ -206,7 +219,7 @@ def _verify_tree_kernel(
                     mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
                     chunk_sum = total(mass, THREADS, VEC)
                     if (chunk_sum != chunk_sum) | (top == float("inf")):
-                        bad = unusable(row_ptr, start, V, CHUNK, PTX)
+                        bad = unusable(row, start, V, CHUNK, PTX)
             key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
             rest_sum = chunk_sum
             if (not greedy) & (not filtered):
@@ -220,7 +233,7 @@ def _verify_tree_kernel(
             tl.store(row_words + chunk + 128, word(rest_sum.to(tl.int32, bitcast=True), tag))
 
         # 2. one step of the walk, from the published triples
-        child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+        child_x = read(row, tokens, tokens >= 0, NO_MASS)
         coin = tl.load(coins_ptr + node)
         if PTX:  # the likeliest next row, on its way to L2 while waiting
             guess = follow(child_ptr, node, N)
@@ -263,7 +276,7 @@ def _verify_tree_kernel(
             if FILTERS:
                 if filtered:
                     cut, cut_ties, cut_id, row_sum, listed, step = find_cut(
-                        row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
+                        row, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
                         min_p,
                         temperature, before, after, rate, limit, chunks, CHUNK, THREADS, VEC, SHIFT,
                         FILTERS == 2,
@@ -299,7 +312,7 @@ def _verify_tree_kernel(
                         nodes, tokens, rest, left = siblings(
                             sibling_ptr, candidates_ptr, rest, left, N, V, JUMP
                         )
-                        child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+                        child_x = read(row, tokens, tokens >= 0, NO_MASS)
 
             # 2b. accept, or end the walk
             chosen = hit & 0x3FF
@@ -319,7 +332,7 @@ def _verify_tree_kernel(
                                 sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
                             )
                         residual_sum, cut_chunk, cut_base, step = rest_of_cut(
-                            row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties,
+                            row, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties,
                             cut_id,
                             listed, used < cap, tl.load(final_ptr + b), top, before, after, rate, tokens,
                             rest, left,
@@ -374,15 +387,18 @@ def _verify_tree_kernel(
         if (status == 0) & (greedy == 0):
             start = last_chunk * CHUNK
             index = start + offsets
-            x = tl.load(rows_ptr + node.to(tl.int64) * stride_n + index, mask=index < V, other=NO_MASS)
-            mass = x.to(tl.float32)
+            row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
+            if mask_ptr is not None:
+                row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
+            x = read(row, index, index < V, NO_MASS).to(tl.float32)
+            mass = x
             weight = 1.0
             if not PROBS:
                 top = unordered(maximum_key(mass, THREADS, VEC))
                 mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
                 weight = chunk_weight(top, last_top, before, after, rate, limit, PTX)
             if FILTERS:
-                kept = is_kept(x.to(tl.float32), index, cut, cut_id, SHIFT) | (not filtered)
+                kept = is_kept(x, index, cut, cut_id, SHIFT) | (not filtered)
                 mass = tl.where(kept, mass, 0.0)
             if used < cap:
                 nodes, tokens, rest, left = siblings(
@@ -424,6 +440,7 @@ def verify_tree(
     workspace: launch.Workspace,
     programs: int,
     filters: Filters | None = None,
+    processors: Processors | None = None,
 ) -> None:
     """Launch the sampler on the current stream; nothing is checked, allocated or waited for.
 
@@ -456,14 +473,20 @@ def verify_tree(
             the device at once.
 
         filters: contiguous tensors on the same device, or None: then nothing of them is compiled in.
+
+        processors: bias and bitmask on the same device, either of them None: likewise. For logits alone.
     """
     B, N, V = rows.shape
     chunk = launch.chunk_size(V)
+    bias = None if processors is None else readable(processors.logit_bias)
+    mask = None if processors is None else readable(processors.token_bitmask)
     _verify_tree_kernel[(programs, B)](
         candidates,
         retrieve_next_token,
         retrieve_next_sibling,
         rows,
+        bias,
+        mask,
         coins if temperature is None else temperature,
         candidates if filters is None else filters.top_k,
         coins if filters is None else filters.top_p,
@@ -481,6 +504,9 @@ def verify_tree(
         accept_index.shape[1],
         rows.stride(0),
         rows.stride(1),
+        None if bias is None else bias.stride(0),
+        None if mask is None else mask.stride(0),
+        None if mask is None else mask.stride(1),
         SLOTS=max(32, triton.next_power_of_2(N)),
         chunks=triton.cdiv(V, chunk),
         CHUNK=chunk,
@@ -490,7 +516,7 @@ def verify_tree(
         MAX_B=launch.MAX_BATCH,
         PROBS=temperature is None,
         FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
-        SHIFT=unit_shift(rows.dtype),
+        SHIFT=unit_shift(torch.float32 if bias is not None else rows.dtype),
         SHARED=programs > 1,
         PTX=not INTERPRETED and torch.version.hip is None,
         num_warps=launch.warps_per_program(chunk),
