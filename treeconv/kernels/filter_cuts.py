@@ -102,13 +102,13 @@ def _publish_tails(
         m1 = m0
         m2 = m0
         index = chunk * CHUNK + tl.arange(0, BLOCK)
-        fetched = fetch(row, index, index < V, NO_MASS)
-        for _ in range(CHUNK // BLOCK):
-            x = values(fetched, row, index).to(tl.float32)
+        fetched = fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC)
+        for block in range(CHUNK // BLOCK):
+            x = values(fetched, row, index, VEC).to(tl.float32)
             unit = _unit(x, SHIFT)
             mass = _mass(x, top, before, after, rate, PROBS, PTX)
             index += BLOCK
-            fetched = fetch(row, index, index < V, NO_MASS)
+            fetched = fetch(row, chunk * CHUNK + (block + 1) * BLOCK, index, V, NO_MASS, VEC)
             if stage == _COUNT:
                 n0 += tl.where(unit > _threshold(low, span, 0, 6), 1, 0)
                 n0 += tl.where(unit > _threshold(low, span, 1, 6), 1 << 16, 0)
@@ -337,7 +337,7 @@ def rest_of_cut(
         width = tl.where((listed == 1) & ((key >> SHIFT) < cut), 0, CHUNK)
         for start in range(chunk * CHUNK, chunk * CHUNK + width, _BLOCK):
             index = start + tl.arange(0, _BLOCK)
-            x = read(row, index, index < V, NO_MASS).to(tl.float32)
+            x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
             unit = _unit(x, SHIFT)
             count += tl.where(unit == cut, 1, 0)
             above = tl.where(unit > cut, _mass(x, top, before, after, rate, PROBS, PTX), 0.0)

@@ -22,33 +22,49 @@ __all__ = ["fetch", "read", "readable", "values"]
 
 
 @triton.jit
-def fetch(row, index, inside, other):
-    """What the values of these tokens come from, not waited for; ``other`` where not ``inside``."""
+def _where_allowed(x, words, index):
+    return tl.where(((words >> (index & 31)) & 1) == 1, x.to(tl.float32), float("-inf"))
+
+
+@triton.jit
+def read(row, index, inside, other):
+    """The values of any tokens, ``other`` where not ``inside``: float32 with a bias or a mask, else as given."""
     row_ptr, bias_ptr, mask_ptr = row
-    fetched = (tl.load(row_ptr + index, mask=inside, other=other),)
+    x = tl.load(row_ptr + index, mask=inside, other=other)
     if bias_ptr is not None:
-        fetched += (tl.load(bias_ptr + index, mask=inside, other=0.0),)
+        x = x.to(tl.float32) + tl.load(bias_ptr + index, mask=inside, other=0.0)
     if mask_ptr is not None:
-        fetched += (tl.load(mask_ptr + (index >> 5), mask=inside, other=-1),)
+        x = _where_allowed(x, tl.load(mask_ptr + (index >> 5), mask=inside, other=-1), index)
+    return x
+
+
+@triton.jit
+def fetch(row, start, index, V, other, VEC: tl.constexpr):
+    """What :func:`values` come from, not waited for, ``other`` from V on; ``index`` is all from ``start``.
+
+    ``start`` is a multiple of 32. A thread has ``VEC`` tokens side by side, which one word of the mask serves.
+    """
+    row_ptr, bias_ptr, mask_ptr = row
+    fetched = (tl.load(row_ptr + index, mask=index < V, other=other),)
+    if bias_ptr is not None:
+        fetched += (tl.load(bias_ptr + index, mask=index < V, other=0.0),)
+    if mask_ptr is not None:
+        first = start + tl.arange(0, index.shape[0] // VEC) * VEC
+        fetched += (tl.load(mask_ptr + (first >> 5), mask=first < V, other=-1),)
     return fetched
 
 
 @triton.jit
-def values(fetched, row, index):
-    """The values of tokens that were fetched: in the rows' dtype, or float32 with a bias or a mask."""
+def values(fetched, row, index, VEC: tl.constexpr):
+    """The values of tokens that :func:`fetch` asked for, as :func:`read` gives them."""
     _, bias_ptr, mask_ptr = row
     x = fetched[0]
     if bias_ptr is not None:
         x = x.to(tl.float32) + fetched[1]
     if mask_ptr is not None:
-        x = tl.where(((fetched[-1] >> (index & 31)) & 1) == 1, x.to(tl.float32), float("-inf"))
+        words = tl.broadcast_to(fetched[-1][:, None], [index.shape[0] // VEC, VEC])
+        x = _where_allowed(x, tl.reshape(words, [index.shape[0]]), index)
     return x
-
-
-@triton.jit
-def read(row, index, inside, other):
-    """The values of these tokens, ``other`` where not ``inside``."""
-    return values(fetch(row, index, inside, other), row, index)
 
 
 def readable(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -190,15 +190,15 @@ def _verify_tree_kernel(
             row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
         row_words = words_ptr + (2 * b + (step & 1)) * 192
         first_index = rank * CHUNK + offsets
-        fetched = fetch(row, first_index, first_index < V, NO_MASS)
+        fetched = fetch(row, rank * CHUNK, first_index, V, NO_MASS, VEC)
         nodes, tokens, rest, left = siblings(
             sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
         )
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
-            mass = values(fetched, row, start + offsets).to(tl.float32)
-            next_index = (chunk + programs) * CHUNK + offsets
-            fetched = fetch(row, next_index, next_index < V, NO_MASS)
+            mass = values(fetched, row, start + offsets, VEC).to(tl.float32)
+            following = (chunk + programs) * CHUNK
+            fetched = fetch(row, following, following + offsets, V, NO_MASS, VEC)
             bad = 0
             if PROBS:
                 bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
@@ -390,7 +390,7 @@ def _verify_tree_kernel(
             row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
             if mask_ptr is not None:
                 row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
-            x = read(row, index, index < V, NO_MASS).to(tl.float32)
+            x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
             mass = x
             weight = 1.0
             if not PROBS:
