@@ -28,7 +28,7 @@ def _where_allowed(x, words, index):
 
 @triton.jit
 def read(row, index, inside, other):
-    """The values of any tokens, ``other`` where not ``inside``: float32 with a bias or a mask, else as given."""
+    """The values of any tokens, ``other`` where not ``inside``: float32, or without both in their own dtype."""
     row_ptr, bias_ptr, mask_ptr = row
     x = tl.load(row_ptr + index, mask=inside, other=other)
     if bias_ptr is not None:
@@ -42,7 +42,7 @@ def read(row, index, inside, other):
 def fetch(row, start, index, V, other, VEC: tl.constexpr):
     """What :func:`values` come from, not waited for, ``other`` from V on; ``index`` is all from ``start``.
 
-    ``start`` is a multiple of 32. A thread has ``VEC`` tokens side by side, which one word of the mask serves.
+    ``start`` is a multiple of 32. A thread has ``VEC`` tokens side by side: one word of the mask serves them.
     """
     row_ptr, bias_ptr, mask_ptr = row
     fetched = (tl.load(row_ptr + index, mask=index < V, other=other),)

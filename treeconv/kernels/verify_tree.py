@@ -42,19 +42,17 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels import launch
+from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
 from treeconv.kernels.filter_cuts import find_cut, is_kept, rest_of_cut, unit_shift
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
 from treeconv.kernels.row_chunks import (
     chunk_mass,
     chunk_weight,
     maximum_key,
-    opaque,
     prefetch,
     scales,
     slow_mass,
-    total,
     unordered,
-    unusable,
 )
 from treeconv.kernels.row_values import fetch, read, readable, values
 from treeconv.kernels.sibling_lists import follow, siblings, without
@@ -65,9 +63,6 @@ if TYPE_CHECKING:
 
 __all__ = ["INTERPRETED", "verify_tree"]
 
-_NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above every float in the order of ordered
-_INF_KEY = tl.constexpr(0x7F800000)
-_EMPTY_KEY = tl.constexpr(-0x7F800001)  # -inf
 _NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
 _BIG = tl.constexpr(1 << 30)  # above every token
 
@@ -199,35 +194,10 @@ def _verify_tree_kernel(
             mass = values(fetched, row, start + offsets, VEC).to(tl.float32)
             following = (chunk + programs) * CHUNK
             fetched = fetch(row, following, following + offsets, V, NO_MASS, VEC)
-            bad = 0
-            if PROBS:
-                bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
-                chunk_sum = total(mass, THREADS, VEC)
-                key = tl.where(chunk_sum > 0.0, 0, _EMPTY_KEY)
-                if FILTERS:
-                    if filtered:
-                        key = tl.where(chunk_sum > 0.0, maximum_key(mass, THREADS, VEC), _EMPTY_KEY)
-            else:
-                key = maximum_key(mass, THREADS, VEC)
-                top = unordered(key)
-                if greedy:  # the lowest index of the maximum; -1 where there is NaN
-                    index = opaque(start, PTX) + tl.arange(0, CHUNK)
-                    lowest = tl.min(tl.where(mass == top, index, tl.where(mass == mass, _BIG, -1)), 0)
-                    bad = tl.where(lowest < 0, 2, tl.where(top == float("inf"), 1, 0))
-                    chunk_sum = lowest.to(tl.float32, bitcast=True)
-                else:
-                    mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
-                    chunk_sum = total(mass, THREADS, VEC)
-                    if (chunk_sum != chunk_sum) | (top == float("inf")):
-                        bad = unusable(row, start, V, CHUNK, PTX)
-            key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
-            rest_sum = chunk_sum
-            if (not greedy) & (not filtered):
-                mass, found = without(
-                    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
-                )
-                if found == 1:
-                    rest_sum = total(mass, THREADS, VEC)
+            key, chunk_sum, rest_sum = chunk_triple(
+                mass, row, start, V, N, greedy, filtered, before, after, rate, limit, tokens, rest, left,
+                sibling_ptr, candidates_ptr, CHUNK, THREADS, VEC, JUMP, PROBS, FILTERS, PTX,
+            )  # fmt: skip
             tl.store(row_words + chunk, word(key, tag))
             tl.store(row_words + chunk + 64, word(chunk_sum.to(tl.int32, bitcast=True), tag))
             tl.store(row_words + chunk + 128, word(rest_sum.to(tl.int32, bitcast=True), tag))
@@ -249,8 +219,8 @@ def _verify_tree_kernel(
             keys2 = keys_of(tops2, 1, chunks)
             both_keys = tl.maximum(keys, keys2)
         top_key = tl.max(both_keys, 0)
-        if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
-            status = tl.where(top_key == _NAN_KEY, 1, tl.where(top_key == _INF_KEY, 2, 3))
+        if (top_key >= INF_KEY) | (top_key == EMPTY_KEY):
+            status = tl.where(top_key == NAN_KEY, 1, tl.where(top_key == INF_KEY, 2, 3))
             active = 0
         else:
             top = unordered(top_key)
