@@ -28,7 +28,7 @@ def _where_allowed(x, words, index):
 
 @triton.jit
 def read(row, index, inside, other):
-    """The values of any tokens, ``other`` where not ``inside``: float32, or without both in their own dtype."""
+    """The values of any tokens, ``other`` where not ``inside``: float32, or the rows' dtype without both."""
     row_ptr, bias_ptr, mask_ptr = row
     x = tl.load(row_ptr + index, mask=inside, other=other)
     if bias_ptr is not None:
