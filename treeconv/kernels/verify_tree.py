@@ -3,7 +3,8 @@
 **Contract.** For each request the walk of DESIGN section 2 (target-only, one coin a node, half-open buckets)
 over logits (``PROBS`` false; law ``softmax(x / T)``, ``T == 0`` is the lowest-index argmax) or over
 probabilities (``PROBS`` true; taken as they are), after top-k, top-p and min-p where ``FILTERS`` is on
-(:mod:`.filter_cuts`). Every element of every output is written on every call. A pointer outside ``[0, N)``
+(:mod:`.filter_cuts`). Logits are those that a bias and a bitmask leave where there are any
+(:mod:`.row_values`). Every element of every output is written on every call. A pointer outside ``[0, N)``
 counts as -1, every loop is bounded by N, a candidate outside ``[0, V)`` has mass zero: no input makes the
 kernel hang or leave its buffers. A row the walk does not visit is never read (its lines may be prefetched
 into the L2 cache).
