@@ -104,9 +104,7 @@ def compiled(*cases: str) -> str:
         # Bias and bitmask, each alone and both: one word, several, V no multiple of 32; with filters.
         ("1,1,bfloat16,logits,,1,bias,bitmask", "64,4096,bfloat16,logits,,2,bitmask"),
         ("71,1030,float16,logits,,2,bias,bitmask", "16,163840,bfloat16,logits,,40,bias"),
-        ("64,151936,bfloat16,logits,,8,bias,bitmask", "5,33,float32,logits,,1,bitmask"),
         ("1,37,float32,logits,joint,1,bias,bitmask",),
-        ("64,163840,bfloat16,logits,sequential,20,bitmask",),
     ],
     ids=lambda cases: cases[0],
 )

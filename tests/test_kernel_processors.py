@@ -168,6 +168,31 @@ def test_filters_cut_the_processed_rows(backend, order, V, dtype):
         assert_as_reference(backend, batch, logits, T, coins, masks, filters)
 
 
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_a_cut_falls_between_values_that_16_bits_do_not_tell_apart(backend, order):
+    """Equal bf16 logits, biases 2**-12 apart: the three highest are kept, not the three lowest ids."""
+    held = [RequestProcessors(logit_bias=np.arange(8) * np.float32(2.0**-12))] * 2
+    batch, logits, T, coins, processors = small(held, T=(1.0, 2.0), V=8)
+    filters = Filters.of([Cuts(top_k=3), Cuts(top_k=3, top_p=0.3)], 8, order)
+    want = assert_as_reference(backend, batch, logits.bfloat16(), T, coins, processors, filters)
+    assert want.tokens == ([[6], [7]] if order == "sequential" else [[6], [6]])
+
+
+def test_a_cut_is_searched_where_chunks_hold_several_blocks(backend):
+    """More than 64 Ki tokens: the only ones allowed lie in the second half of a chunk of 2048."""
+    V = 65600
+    allowed = np.zeros((1, V), bool)
+    allowed[0, [1030, 1040, 1100, 2000]] = True
+    rows = torch.zeros(1, 1, V)
+    rows[0, 0, [6, 16, 76, 1030, 1040, 1100, 2000]] = torch.tensor([8.0, 9, 9, 1, 4, 3, 2])
+    coins = Coins(torch.full((1, 1), 0.5), torch.full((1,), 0.99))
+    processors = Processors.of([RequestProcessors(token_bitmask=pack_bitmask(allowed))], 1, V)
+    filters = Filters.of([Cuts(top_k=3)], V)
+    batch = to_verify_input([DraftTree((-1,), (0,))])
+    want = assert_as_reference(backend, batch, rows, torch.ones(1), coins, processors, filters)
+    assert want.tokens == [[2000]]
+
+
 def test_each_request_has_its_own_bias_and_each_node_its_own_mask(backend):
     """Request 1's bias is not request 0's; the mask after a node is not its parent's."""
     only = {token: np.eye(4, dtype=bool)[token] for token in range(4)}

@@ -228,8 +228,11 @@ class CudaGraphRunner:
         out = self._sliced_output(size, N)
         rows = (self.rows[:size],) if self._takes_probs else (self.rows[:size], self.temperature[:size])
         options: dict[str, Any] = {"out": out} if self._accepts_out else {}
-        if held := self._processors.tensors:
-            options["processors"] = Processors(**{name: tensor[:size] for name, tensor in held.items()})
+        bias, mask = self._processors.logit_bias, self._processors.token_bitmask
+        if self._processors.kinds:
+            options["processors"] = Processors(
+                None if bias is None else bias[:size], None if mask is None else mask[:size]
+            )
         result = self._method(batch, *rows, coins, self.depth_cap, **options)
         for name in VerifyOutput.__dataclass_fields__:
             source, target = getattr(result, name), getattr(out, name)
