@@ -106,6 +106,39 @@ def test_probabilities():
     assert run.replay(batch, probs, coins=coins).tokens == want.tokens
 
 
+def test_replays_carry_their_own_bias_and_bitmask():
+    """Some with both, one or none, in smaller batches and trees: nothing is left of an earlier replay's."""
+    rng = np.random.default_rng(6)
+    run = runner(processors=("bias", "bitmask"))
+    for turn in range(40):
+        size, slots = int(rng.integers(1, 5)), int(rng.integers(1, N + 1))
+        batch, logits, temperature, coins = random_batch(rng, size, slots)
+        held = {}
+        if rng.random() < 0.6:
+            held["logit_bias"] = torch.from_numpy(rng.choice([0, 2, -3, -np.inf], (size, V)).astype("f4"))
+        if rng.random() < 0.6:
+            held["token_bitmask"] = torch.from_numpy(rng.integers(0, 2**V, (size, slots, 1), dtype=np.int32))
+        got = run.replay(batch, logits, temperature, coins, **held)
+        want = verify(batch, logits, temperature, coins, backend="reference", depth_cap=CAP, **held)
+        for name in ("accept_index", "accept_token_num", "predicts", "status"):
+            assert torch.equal(getattr(got, name), getattr(want, name)), (turn, name)
+
+
+def test_processors_that_were_not_captured_are_refused():
+    rng = np.random.default_rng(7)
+    batch, logits, temperature, coins = random_batch(rng, 2, N)
+    mask = torch.zeros((2, N, 1), dtype=torch.int32)
+    with pytest.raises(InvalidArgument, match="token_bitmask was given, but must be captured"):
+        runner(processors=("bias",)).replay(batch, logits, temperature, coins, token_bitmask=mask)
+    one = random_batch(rng, 1, N)
+    with pytest.raises(InvalidArgument, match=r"token_bitmask.shape=\(2, 6, 1\), but must be \(1, 6, 1\)"):
+        runner(processors=("bitmask",)).replay(*one, token_bitmask=mask)
+    with pytest.raises(InvalidArgument, match=r"processors=\['penalties'\], but must be of 'bias'"):
+        runner(processors=("bias", "penalties"))
+    with pytest.raises(InvalidArgument, match="interface='probs' has none"):
+        runner(processors=("bias",), interface="probs")
+
+
 def test_eligibility_compares_requests_with_requests():
     """B63: 2 requests of 5 nodes in graphs captured up to batch 4."""
     run = runner(batch_sizes=(4,))

@@ -37,6 +37,7 @@ driver.set_active(Driver())
 from treeconv.filters import Filters
 from treeconv.kernels import launch
 from treeconv.kernels import verify_tree as module
+from treeconv.processors import Processors, bitmask_words
 
 kernel = module._verify_tree_kernel
 
@@ -46,7 +47,7 @@ class Launcher:
 
 module._verify_tree_kernel = Launcher()
 for case in sys.argv[1:]:
-    N, V, dtype, probs, order, programs = case.split(",")
+    N, V, dtype, probs, order, programs, *held = case.split(",")
     B, N, V = 3, int(N), int(V)
     rows = torch.empty(1, dtype=getattr(torch, dtype)).as_strided((B, N, V), (0, 0, 0))
 
@@ -64,8 +65,13 @@ for case in sys.argv[1:]:
     filters = None
     if order:
         filters = Filters(of(torch.int64, B), of(torch.float32, B), of(torch.float32, B), order)
-    workspace = launch.Workspace("cpu")
-    module.verify_tree(*trees, Rows(), temperature, *coins, *outputs, workspace, int(programs), filters)
+    processors = None
+    if held:
+        bias = of(torch.float32, B, V) if "bias" in held else None
+        mask = of(torch.int32, B, N, bitmask_words(V)) if "bitmask" in held else None
+        processors = Processors(bias, mask)
+    launched = launch.Workspace("cpu"), int(programs), filters, processors
+    module.verify_tree(*trees, Rows(), temperature, *coins, *outputs, *launched)
     print("compiled", case, flush=True)
 """
 
@@ -95,6 +101,10 @@ def compiled(*cases: str) -> str:
         ("71,1030,float16,logits,,2", "16,163840,bfloat16,logits,,40"),
         ("1,37,float32,probs,joint,1",),
         ("64,163840,bfloat16,logits,sequential,20",),
+        # Bias and bitmask, each alone and both: one word, several, V no multiple of 32; with filters.
+        ("1,1,bfloat16,logits,,1,bias,bitmask", "64,4096,bfloat16,logits,,2,bitmask"),
+        ("71,1030,float16,logits,,2,bias,bitmask", "16,163840,bfloat16,logits,,40,bias"),
+        ("1,37,float32,logits,joint,1,bias,bitmask",),
     ],
     ids=lambda cases: cases[0],
 )

@@ -133,8 +133,8 @@ def verify(
         generator: draws the coins where neither they nor seeds are given; the default generator if None.
 
         backend: a registered name ("reference", "eager", "triton", "sgl"), "module:callable", a backend
-            object, or "auto": ``triton`` on CUDA, else ``eager`` (there too, where ``triton`` lacks the
-            rule, a processor or thresholds).
+            object, or "auto": ``triton`` on CUDA, else ``eager`` (there too, where ``triton`` lacks
+            something: penalties, rules other than "target_only", thresholds).
 
         depth_cap: accept slots, root included: at most ``depth_cap - 1`` drafts are accepted. Default:
             deepest tree + 1, which on a CUDA device is read back (pass it to stay asynchronous).
@@ -158,6 +158,7 @@ def verify(
 
         token_bitmask: ``[B, N, ceil(V / 32)]`` int32 (xgrammar's layout): bit ``t % 32`` of word ``t // 32``
             is set where token ``t`` may follow node ``i``. See :func:`treeconv.grammar.fill_token_bitmask`.
+            Bias and bitmask: ``reference``, ``eager`` and ``triton``; penalties: the first two.
 
         repetition_penalty: > 0, or one per request; None and 1 are off. Applied to tokens seen before, as
             :mod:`treeconv.processors` defines, in float32 and before everything else.

@@ -6,7 +6,8 @@ every row, a zeroed scratch tensor of the same size, ``sgl_kernel``; at T = 0 th
 the device and is called plainly); inputs are rotated so that few requests do not sit in the cache. The
 *bound* is the rows that the walks really visited, read once at the rate of a copy measured in the same run;
 the *limit* is the project's target, 12 us + 2 x bound. At the headline shape the sampler is timed with
-filters too, each beside the same call without, and beside the deployed path with SGLang's top-p step.
+filters too, and with a bias and a bitmask, each beside the same call without, and beside the deployed path
+with SGLang's top-p step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from treeconv.convert import to_verify_input
 from treeconv.draft import build_draft_tree
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.filters import Cuts, Filters
+from treeconv.processors import Processors, bitmask_words
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
@@ -83,7 +85,10 @@ class _Inputs:
     coins: Coins
 
     def call(
-        self, path: Callable[..., VerifyOutput], temperature: torch.Tensor, *more: Filters
+        self,
+        path: Callable[..., VerifyOutput],
+        temperature: torch.Tensor,
+        *more: Filters | Processors | None,
     ) -> VerifyOutput:
         return path(self.batch, self.logits, temperature, self.coins, _DEPTH_CAP, *more)
 
@@ -325,7 +330,7 @@ def _measure_filters(
     started: float,
     device: torch.device,
 ) -> None:
-    """Rows of the sampler with filters and without, and of the deployed path with its top-p step."""
+    """Rows of the sampler with filters, with processors and plain, and of the deployed path with top-p."""
     N, V = 64, max(grid.vocab_sizes)
     sampled = [temperature for temperature in grid.temperatures if temperature > 0]
     if N not in grid.num_draft_tokens or not sampled or not grid.cuts:
@@ -337,8 +342,10 @@ def _measure_filters(
             continue
         inputs = [_inputs(seed, B, N, V, device) for seed in range(max(1, min(16, 64 // B)))]
         temperatures = torch.full((B,), sampled[0], device=device)
-        for cuts in (None, *grid.cuts):
-            more = () if cuts is None else (Filters.of([cuts] * B, V, device=device),)
+        held: dict[str, tuple[Filters | Processors | None, ...]] = {"no filters": ()}
+        held |= {str(cuts): (Filters.of([cuts] * B, V, device=device),) for cuts in grid.cuts}
+        held["bias and bitmask"] = (None, _all_allowed(B, N, V, device))
+        for what, more in held.items():
             function: Callable[..., VerifyOutput] = backend.verify
             results = [each.call(function, temperatures, *more) for each in inputs]
             graphs = [
@@ -350,9 +357,7 @@ def _measure_filters(
             ]
             times = _event_times([graph.replay for graph in graphs], grid.measure_ms)
             visited = statistics.mean(float(out.accept_token_num.float().mean()) + 1 for out in results)
-            row = FilteredRow(
-                N, B, V, sampled[0], "triton", str(cuts or "no filters"), statistics.median(times), visited
-            )
+            row = FilteredRow(N, B, V, sampled[0], "triton", what, statistics.median(times), visited)
             report.filtered.append(row)
         if has_deployed and deployed.has_kernel and _fits("deployed", 2 * B, N, V, 0, device) is None:
             top_p = Filters.of([Cuts(top_p=0.9)] * B, V, device=device)
@@ -366,6 +371,12 @@ def _measure_filters(
                     FilteredRow(N, B, V, sampled[0], "deployed", "top_p 0.9", statistics.median(times), 0.0)
                 )
         del inputs
+
+
+def _all_allowed(B: int, N: int, V: int, device: torch.device) -> Processors:
+    """A bias of zero and a mask of ones: the walks stay those without, so that times compare."""
+    words = torch.full((B, N, bitmask_words(V)), -1, dtype=torch.int32, device=device)
+    return Processors(torch.zeros((B, V), device=device), words)
 
 
 def _measure(

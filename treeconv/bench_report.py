@@ -59,7 +59,7 @@ class FilteredRow:
     Args:
         path: "triton", in a graph, or "deployed", as plain calls.
 
-        filters: which, or "no filters".
+        filters: which, "no filters", or "bias and bitmask" for those instead.
 
         visited: rows visited per request, mean; 0 where not counted.
     """

@@ -1,12 +1,12 @@
 """One verification call captured as CUDA graphs, replayed on changing trees, logits, temperatures and coins.
 
 **Static** (fixed when the runner is made): the backend, the interface (logits or probabilities), N slots, V,
-the depth cap, the rows' dtype, the device, the generator, and the largest batch. The runner owns one set of
-input and output buffers of that size; every graph works on the first rows of them.
+the depth cap, the rows' dtype, the device, the generator, which processors, and the largest batch. The
+runner owns one set of input and output buffers of that size; every graph works on the first rows of them.
 
 **Free in every replay**: the trees and their sizes (up to N slots), rows, temperatures (0 included), coins,
-and the batch size. A batch runs in the smallest captured bucket that holds it; the requests between are
-made single roots, and no result of theirs is handed out.
+biases, bitmasks, and the batch size. A batch runs in the smallest captured bucket that holds it; the
+requests between are made single roots, and no result of theirs is handed out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from treeconv._validate import check_coins, check_int, check_rows, check_temperature, check_verify_input
+from treeconv._validate_processors import check_processors
 from treeconv.backends.registry import get_backend
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.processors import PENALTIES, Processors, bitmask_words
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from treeconv.backends.base import Backend
+    from treeconv.processors import ProcessorKind
 
 __all__ = ["CudaGraphRunner"]
 
@@ -66,9 +69,12 @@ class CudaGraphRunner:
 
         rows: ``[max(batch_sizes), N, V]`` to use as the static rows, where the model already writes there.
 
+        processors: which of "bias" and "bitmask" replays may bring, for logits alone. Penalties have no
+            static shape: a committed text grows.
+
     Raises:
-        InvalidArgument: sizes below 1, a backend that waits for the device, one without this interface, or
-            ``rows`` that do not fit.
+        InvalidArgument: sizes below 1, a backend that waits for the device, one without this interface or
+            these processors, or ``rows`` that do not fit.
         BackendUnavailable: the backend, or a CUDA device, is not here.
     """
 
@@ -85,6 +91,7 @@ class CudaGraphRunner:
         device: torch.device | str = "cuda",
         generator: torch.Generator | None = None,
         rows: torch.Tensor | None = None,
+        processors: Collection[ProcessorKind] = (),
     ) -> None:
         self.num_draft_tokens = check_int(num_draft_tokens, "num_draft_tokens", 1)
         self.vocab_size = check_int(vocab_size, "vocab_size", 1)
@@ -102,6 +109,13 @@ class CudaGraphRunner:
             raise InvalidArgument(
                 f"interface={interface!r}, but backend {self.backend.name!r} does not take that"
             )
+        if unknown := set(processors) - ({"bias", "bitmask"} & set(traits.takes_processors)):
+            raise InvalidArgument(
+                f"processors={sorted(unknown)}, but must be of 'bias' and 'bitmask', and taken by backend"
+                f" {self.backend.name!r}"
+            )
+        if processors and self._takes_probs:
+            raise InvalidArgument("processors were given, but interface='probs' has none")
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
                 raise BackendUnavailable(f"device={self.device}, but no CUDA device is here")
@@ -116,6 +130,7 @@ class CudaGraphRunner:
             generator.seed()
         self._generator = generator
         self._allocate(torch.float32 if self._takes_probs else rows_dtype, rows)
+        self._processors = self._static_processors(processors)
         self._accepts_out = "out" in inspect.signature(self._method).parameters
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
 
@@ -155,6 +170,15 @@ class CudaGraphRunner:
             status=integers(B, dtype=torch.int32),
         )
         self._coins = Coins(integers(B, N).float(), integers(B).float())
+
+    def _static_processors(self, kinds: Collection[ProcessorKind]) -> Processors:
+        """Buffers of the captured ones, which do nothing yet."""
+        (B, N, V), device = self.rows.shape, self.device
+        bias = torch.zeros((B, V), device=device) if "bias" in kinds else None
+        mask = None
+        if "bitmask" in kinds:
+            mask = torch.full((B, N, bitmask_words(V)), -1, dtype=torch.int32, device=device)
+        return Processors(bias, mask)
 
     @property
     def coins(self) -> Coins:
@@ -203,7 +227,12 @@ class CudaGraphRunner:
         coins = Coins(self._coins.accept[:size], self._coins.final[:size])
         out = self._sliced_output(size, N)
         rows = (self.rows[:size],) if self._takes_probs else (self.rows[:size], self.temperature[:size])
-        options = {"out": out} if self._accepts_out else {}
+        options: dict[str, Any] = {"out": out} if self._accepts_out else {}
+        bias, mask = self._processors.logit_bias, self._processors.token_bitmask
+        if self._processors.kinds:
+            options["processors"] = Processors(
+                None if bias is None else bias[:size], None if mask is None else mask[:size]
+            )
         result = self._method(batch, *rows, coins, self.depth_cap, **options)
         for name in VerifyOutput.__dataclass_fields__:
             source, target = getattr(result, name), getattr(out, name)
@@ -258,6 +287,9 @@ class CudaGraphRunner:
         temperature: Any = None,
         coins: Coins | None = None,
         depth_cap: int | None = None,
+        *,
+        logit_bias: Any = None,
+        token_bitmask: Any = None,
     ) -> VerifyOutput:
         """Verify a batch by replaying the graph of its bucket. Never waits for the device.
 
@@ -273,6 +305,11 @@ class CudaGraphRunner:
 
             depth_cap: must be the captured one, if given.
 
+            logit_bias: ``[B, V]`` float32, copied in; None for none, whatever an earlier replay brought. Only
+                where captured.
+
+            token_bitmask: ``[B, N', ceil(V / 32)]`` int32, likewise.
+
         Returns:
             The result for B requests. ``accept_index`` and ``predicts`` are laid out for the batch's own
             N'. The tensors belong to the runner where N' is the captured N: the next replay overwrites
@@ -280,7 +317,7 @@ class CudaGraphRunner:
 
         Raises:
             InvalidArgument: a batch that :meth:`can_run` refuses, or was not captured; bad rows,
-                temperatures or coins.
+                temperatures, coins or processors, or processors that were not captured.
         """
         check_verify_input(batch)
         reason = self._why_not(batch, rows, depth_cap)
@@ -302,6 +339,7 @@ class CudaGraphRunner:
             coins = check_coins(coins, batch)
             self._coins.accept[:B, :slots].copy_(coins.accept)
             self._coins.final[:B].copy_(coins.final)
+        self._load_processors(batch, logit_bias, token_bitmask)
         self._load(batch, size)
         self._graphs[size, coins is None]()
         return self._result(B, slots)
@@ -322,6 +360,21 @@ class CudaGraphRunner:
         if size > B:
             self._trees.positions[B:size].zero_()
             self._trees.prefix_lens[B:size].zero_()
+
+    def _load_processors(self, batch: VerifyInput, logit_bias: Any, token_bitmask: Any) -> None:
+        """Bias and bitmask into the static buffers, or what does nothing: both fit any tree."""
+        B, slots = batch.candidates.shape
+        off = dict.fromkeys(PENALTIES)
+        given = check_processors(batch, self.vocab_size, logit_bias, token_bitmask, off, None) or Processors()
+        held = self._processors.tensors
+        if unknown := given.tensors.keys() - held.keys():
+            raise InvalidArgument(f"{min(unknown)} was given, but must be captured: processors=")
+        for name, static in held.items():
+            value = given.tensors.get(name)
+            if value is None:
+                static[:B].fill_(0 if name == "logit_bias" else -1)
+            else:
+                (static[:B] if name == "logit_bias" else static[:B, :slots]).copy_(value)
 
     def _result(self, B: int, slots: int) -> VerifyOutput:
         N = self.num_draft_tokens

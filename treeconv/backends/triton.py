@@ -20,12 +20,14 @@ from treeconv.kernels.launch import (
     programs_per_request,
 )
 from treeconv.kernels.verify_tree import INTERPRETED, verify_tree
+from treeconv.processors import bitmask_words
 from treeconv.tree import VerifyOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from treeconv.filters import Filters
+    from treeconv.processors import Processors
     from treeconv.tree import Coins, VerifyInput
 
 __all__ = ["TritonBackend"]
@@ -56,6 +58,7 @@ class TritonBackend:
         devices=("cpu",) if INTERPRETED else ("cuda",),
         is_interpreted=INTERPRETED,
         takes_filters=True,
+        takes_processors=("bias", "bitmask"),
     )
 
     def __init__(self) -> None:
@@ -70,6 +73,7 @@ class TritonBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None = None,
+        processors: Processors | None = None,
         *,
         out: VerifyOutput | None = None,
         programs: int | None = None,
@@ -89,6 +93,9 @@ class TritonBackend:
 
             filters: top-k, top-p and min-p on the same device, or None for none.
 
+            processors: a bias, a bitmask or both on the same device, or None for none; of any strides, but
+                one whose last dimension is not contiguous is copied, which allocates.
+
             out: tensors to write into and return, as :meth:`empty_output` makes them.
 
             programs: overrides how many programs share a request; the result is the same.
@@ -101,7 +108,10 @@ class TritonBackend:
         """
         if logits.dtype not in _LOGIT_DTYPES:
             raise InvalidArgument(f"logits.dtype={logits.dtype}, but must be bfloat16, float16 or float32")
-        return self._run(batch, "logits", logits, temperature, coins, depth_cap, filters, out, programs)
+        assert processors is None or processors.penalties is None, "handed what its traits do not claim"
+        return self._run(
+            batch, "logits", logits, temperature, coins, depth_cap, filters, processors, out, programs
+        )
 
     def verify_probs(
         self,
@@ -139,7 +149,9 @@ class TritonBackend:
         """
         if target_probs.dtype != torch.float32:
             raise InvalidArgument(f"target_probs.dtype={target_probs.dtype}, but must be float32")
-        return self._run(batch, "target_probs", target_probs, None, coins, depth_cap, filters, out, programs)
+        return self._run(
+            batch, "target_probs", target_probs, None, coins, depth_cap, filters, None, out, programs
+        )
 
     @staticmethod
     def empty_output(batch: VerifyInput, depth_cap: int) -> VerifyOutput:
@@ -165,6 +177,7 @@ class TritonBackend:
         coins: Coins,
         depth_cap: int,
         filters: Filters | None,
+        processors: Processors | None,
         out: VerifyOutput | None,
         programs: int | None,
     ) -> VerifyOutput:
@@ -179,6 +192,8 @@ class TritonBackend:
             given["temperature"] = temperature
         if filters is not None:
             given |= {f"filters.{key}": getattr(filters, key) for key in ("top_k", "top_p", "min_p")}
+        if processors is not None:
+            given |= processors.tensors
         for name, tensor in given.items():
             if tensor.device != device:
                 raise InvalidArgument(
@@ -201,12 +216,15 @@ class TritonBackend:
             )
         if depth_cap < 1:
             raise InvalidArgument(f"depth_cap={depth_cap}, but must be >= 1: the root takes a slot")
-        flat = {"coins.final", "temperature", "filters.top_k", "filters.top_p", "filters.min_p"}
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(given, (B,))
+        shapes |= dict.fromkeys((*trees, "coins.accept"), (B, N))
+        shapes |= {"logit_bias": (B, V), "token_bitmask": (B, N, bitmask_words(V))}
+        dtypes = dict.fromkeys((*trees, "filters.top_k"), torch.int64) | {"token_bitmask": torch.int32}
         for name, tensor in given.items():
-            shape = (B,) if name in flat else (B, N)
+            shape = shapes[name]
             if tuple(tensor.shape) != shape:
                 raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {shape}")
-            dtype = torch.int64 if name in trees or name == "filters.top_k" else torch.float32
+            dtype = dtypes.get(name, torch.float32)
             if tensor.dtype != dtype:
                 raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
         if programs is None:
@@ -239,6 +257,7 @@ class TritonBackend:
                 self._workspace(device),
                 programs,
                 None if filters is None else filters.contiguous(),
+                processors,
             )
         return out
 

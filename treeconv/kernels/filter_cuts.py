@@ -26,6 +26,7 @@ import triton.language as tl
 
 from treeconv.kernels.published_words import as_float, publish, row_words, settled
 from treeconv.kernels.row_chunks import chunk_weight, ordered, slow_mass, total, unordered
+from treeconv.kernels.row_values import fetch, read, values
 from treeconv.kernels.sibling_lists import siblings, without
 
 __all__ = ["find_cut", "is_kept", "rest_of_cut", "unit_shift"]
@@ -82,7 +83,7 @@ def _threshold(low, span, which, count):
 
 @triton.jit
 def _publish_tails(
-    row_ptr, words_ptr, tag, rank, programs, V, low, span, stage, top, before, after, rate,
+    row, words_ptr, tag, rank, programs, V, low, span, stage, top, before, after, rate,
     chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
     SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -101,12 +102,13 @@ def _publish_tails(
         m1 = m0
         m2 = m0
         index = chunk * CHUNK + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + index, mask=index < V, other=NO_MASS)
-        for _ in range(CHUNK // BLOCK):
-            unit = _unit(x.to(tl.float32), SHIFT)
-            mass = _mass(x.to(tl.float32), top, before, after, rate, PROBS, PTX)
+        fetched = fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC)
+        for block in range(CHUNK // BLOCK):
+            x = values(fetched, row, index, VEC).to(tl.float32)
+            unit = _unit(x, SHIFT)
+            mass = _mass(x, top, before, after, rate, PROBS, PTX)
             index += BLOCK
-            x = tl.load(row_ptr + index, mask=index < V, other=NO_MASS)
+            fetched = fetch(row, chunk * CHUNK + (block + 1) * BLOCK, index, V, NO_MASS, VEC)
             if stage == _COUNT:
                 n0 += tl.where(unit > _threshold(low, span, 0, 6), 1, 0)
                 n0 += tl.where(unit > _threshold(low, span, 1, 6), 1 << 16, 0)
@@ -146,17 +148,17 @@ def _kth(units, k, low, high):
 
 
 @triton.jit
-def _nth_tie(row_ptr, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr):
+def _nth_tie(row, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr):
     """The id of a chunk's nth token at the cut, from 1."""
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(row_ptr + index, mask=index < V, other=float("nan")).to(tl.float32)
+    x = read(row, index, index < V, float("nan")).to(tl.float32)
     tie = tl.where((_unit(x, SHIFT) == cut) & (x == x), 1, 0)
     return tl.min(tl.where((tie == 1) & (tl.cumsum(tie, 0) == nth), index, _BIG), 0)
 
 
 @triton.jit
 def find_cut(
-    row_ptr, words_ptr, epoch, step, rank, programs, V, top_key, top_k, top_p, min_p, temperature, before,
+    row, words_ptr, epoch, step, rank, programs, V, top_key, top_k, top_p, min_p, temperature, before,
     after,
     rate, limit, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
     SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
@@ -265,7 +267,7 @@ def find_cut(
             words = row_words(words_ptr, step)
             span = tl.where((stage == _COUNT) | (stage == _WEIGH), high.to(tl.int64) - low, 0)
             _publish_tails(
-                row_ptr, words, tag, rank, programs, V, low, span, stage, top, before, after, rate,
+                row, words, tag, rank, programs, V, low, span, stage, top, before, after, rate,
                 chunks, CHUNK, THREADS, VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
             first, second, third = settled(words, tag, chunks)
@@ -304,14 +306,14 @@ def find_cut(
                             earlier = tl.cumsum(ties, 0) - ties
                             chunk = tl.max(tl.where(earlier < cut_ties, place, 0), 0)
                             nth = cut_ties - tl.sum(tl.where(place == chunk, earlier, 0), 0)
-                            cut_id = _nth_tie(row_ptr, chunk, cut, nth, V, CHUNK, SHIFT)
+                            cut_id = _nth_tie(row, chunk, cut, nth, V, CHUNK, SHIFT)
                         stage = _DONE
     return cut, cut_ties, cut_id, kept.to(tl.float32), found, step
 
 
 @triton.jit
 def rest_of_cut(
-    row_ptr, words_ptr, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id, listed, tested, coin, top,
+    row, words_ptr, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id, listed, tested, coin, top,
     before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
     CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr,
     PROBS: tl.constexpr, PTX: tl.constexpr,
@@ -335,7 +337,7 @@ def rest_of_cut(
         width = tl.where((listed == 1) & ((key >> SHIFT) < cut), 0, CHUNK)
         for start in range(chunk * CHUNK, chunk * CHUNK + width, _BLOCK):
             index = start + tl.arange(0, _BLOCK)
-            x = tl.load(row_ptr + index, mask=index < V, other=NO_MASS).to(tl.float32)
+            x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
             unit = _unit(x, SHIFT)
             count += tl.where(unit == cut, 1, 0)
             above = tl.where(unit > cut, _mass(x, top, before, after, rate, PROBS, PTX), 0.0)
@@ -353,7 +355,7 @@ def rest_of_cut(
     gone = tl.zeros([64], tl.int32)
     more = tl.where(tested, 1, 0)
     while more == 1:
-        child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS).to(tl.float32)
+        child_x = read(row, tokens, tokens >= 0, NO_MASS).to(tl.float32)
         at_cut = (tokens >= 0) & (tokens <= cut_id) & (_unit(child_x, SHIFT) == cut)
         token = tl.min(tl.where(at_cut, tokens, _BIG), 0)
         while token < _BIG:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treeconv.kernels.row_values import read
+
 __all__ = [
     "chunk_mass",
     "chunk_weight",
@@ -124,8 +126,8 @@ def chunk_weight(chunk_top, top, before, after, rate, limit, PTX: tl.constexpr):
 
 
 @triton.jit
-def unusable(row_ptr, start, V, CHUNK: tl.constexpr, PTX: tl.constexpr):
+def unusable(row, start, V, CHUNK: tl.constexpr, PTX: tl.constexpr):
     """2 if a chunk of logits holds NaN, else 1 if +inf, else 0; reads it again to keep registers free."""
     index = opaque(start, PTX) + tl.arange(0, CHUNK)
-    x = tl.load(row_ptr + index, mask=index < V, other=0.0).to(tl.float32)
+    x = read(row, index, index < V, 0.0).to(tl.float32)
     return tl.max(tl.where(x == x, tl.where(x == float("inf"), 1, 0), 2), 0)

@@ -3,7 +3,8 @@
 **Contract.** For each request the walk of DESIGN section 2 (target-only, one coin a node, half-open buckets)
 over logits (``PROBS`` false; law ``softmax(x / T)``, ``T == 0`` is the lowest-index argmax) or over
 probabilities (``PROBS`` true; taken as they are), after top-k, top-p and min-p where ``FILTERS`` is on
-(:mod:`.filter_cuts`). Every element of every output is written on every call. A pointer outside ``[0, N)``
+(:mod:`.filter_cuts`). Logits are those that a bias and a bitmask leave where there are any
+(:mod:`.row_values`). Every element of every output is written on every call. A pointer outside ``[0, N)``
 counts as -1, every loop is bounded by N, a candidate outside ``[0, V)`` has mass zero: no input makes the
 kernel hang or leave its buffers. A row the walk does not visit is never read (its lines may be prefetched
 into the L2 cache).
@@ -42,30 +43,27 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels import launch
+from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
 from treeconv.kernels.filter_cuts import find_cut, is_kept, rest_of_cut, unit_shift
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
 from treeconv.kernels.row_chunks import (
     chunk_mass,
     chunk_weight,
     maximum_key,
-    opaque,
     prefetch,
     scales,
     slow_mass,
-    total,
     unordered,
-    unusable,
 )
+from treeconv.kernels.row_values import fetch, read, readable, values
 from treeconv.kernels.sibling_lists import follow, siblings, without
 
 if TYPE_CHECKING:
     from treeconv.filters import Filters
+    from treeconv.processors import Processors
 
 __all__ = ["INTERPRETED", "verify_tree"]
 
-_NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above every float in the order of ordered
-_INF_KEY = tl.constexpr(0x7F800000)
-_EMPTY_KEY = tl.constexpr(-0x7F800001)  # -inf
 _NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
 _BIG = tl.constexpr(1 << 30)  # above every token
 
@@ -76,6 +74,8 @@ def _verify_tree_kernel(
     child_ptr,  # [B, N] int64, contiguous: retrieve_next_token
     sibling_ptr,  # [B, N] int64, contiguous: retrieve_next_sibling
     rows_ptr,  # [B, N, V] bf16, fp16 or fp32, strides (stride_b, stride_n, 1)
+    bias_ptr,  # [B, V] float32, strides (bias_stride_b, 1); or None, as its stride then is
+    mask_ptr,  # [B, N, cdiv(V, 32)] int32, strides (mask_stride_b, mask_stride_n, 1); or None, likewise
     temperature_ptr,  # [B] float32; not read when PROBS
     top_k_ptr,  # [B] int64, this and the next two read with FILTERS only
     top_p_ptr,  # [B] float32
@@ -93,6 +93,9 @@ def _verify_tree_kernel(
     depth_cap,  # accept slots per request
     stride_b,  # elements
     stride_n,  # elements
+    bias_stride_b,
+    mask_stride_b,
+    mask_stride_n,
     SLOTS: tl.constexpr,  # power of two >= N
     chunks: tl.constexpr,  # cdiv(V, CHUNK), at most 64
     CHUNK: tl.constexpr,  # tokens
@@ -123,6 +126,10 @@ def _verify_tree_kernel(
     predicts_ptr += b64 * N
     accept_index_ptr += b64 * depth_cap
     rows_ptr += b64 * stride_b
+    if bias_ptr is not None:
+        bias_ptr += b64 * bias_stride_b
+    if mask_ptr is not None:
+        mask_ptr += b64 * mask_stride_b
     if PTX:  # the first chunk, on its way before anything else
         prefetch(rows_ptr + tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1))
     epoch = tl.load(epochs_ptr + b, volatile=True)
@@ -174,53 +181,30 @@ def _verify_tree_kernel(
         # 1. publish this program's chunks of the node's row, each fetched while the one before is summed
         step += 1
         tag = epoch + step
-        row_ptr = rows_ptr + node.to(tl.int64) * stride_n
+        row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
+        if mask_ptr is not None:
+            row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
         row_words = words_ptr + (2 * b + (step & 1)) * 192
         first_index = rank * CHUNK + offsets
-        x = tl.load(row_ptr + first_index, mask=first_index < V, other=NO_MASS)
+        fetched = fetch(row, rank * CHUNK, first_index, V, NO_MASS, VEC)
         nodes, tokens, rest, left = siblings(
             sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
         )
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
-            mass = x.to(tl.float32)
-            next_index = (chunk + programs) * CHUNK + offsets
-            x = tl.load(row_ptr + next_index, mask=next_index < V, other=NO_MASS)
-            bad = 0
-            if PROBS:
-                bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
-                chunk_sum = total(mass, THREADS, VEC)
-                key = tl.where(chunk_sum > 0.0, 0, _EMPTY_KEY)
-                if FILTERS:
-                    if filtered:
-                        key = tl.where(chunk_sum > 0.0, maximum_key(mass, THREADS, VEC), _EMPTY_KEY)
-            else:
-                key = maximum_key(mass, THREADS, VEC)
-                top = unordered(key)
-                if greedy:  # the lowest index of the maximum; -1 where there is NaN
-                    index = opaque(start, PTX) + tl.arange(0, CHUNK)
-                    lowest = tl.min(tl.where(mass == top, index, tl.where(mass == mass, _BIG, -1)), 0)
-                    bad = tl.where(lowest < 0, 2, tl.where(top == float("inf"), 1, 0))
-                    chunk_sum = lowest.to(tl.float32, bitcast=True)
-                else:
-                    mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
-                    chunk_sum = total(mass, THREADS, VEC)
-                    if (chunk_sum != chunk_sum) | (top == float("inf")):
-                        bad = unusable(row_ptr, start, V, CHUNK, PTX)
-            key = tl.where(bad == 2, _NAN_KEY, tl.where(bad == 1, _INF_KEY, key))
-            rest_sum = chunk_sum
-            if (not greedy) & (not filtered):
-                mass, found = without(
-                    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
-                )
-                if found == 1:
-                    rest_sum = total(mass, THREADS, VEC)
+            mass = values(fetched, row, start + offsets, VEC).to(tl.float32)
+            following = (chunk + programs) * CHUNK
+            fetched = fetch(row, following, following + offsets, V, NO_MASS, VEC)
+            key, chunk_sum, rest_sum = chunk_triple(
+                mass, row, start, V, N, greedy, filtered, before, after, rate, limit, tokens, rest, left,
+                sibling_ptr, candidates_ptr, CHUNK, THREADS, VEC, JUMP, PROBS, FILTERS, PTX,
+            )  # fmt: skip
             tl.store(row_words + chunk, word(key, tag))
             tl.store(row_words + chunk + 64, word(chunk_sum.to(tl.int32, bitcast=True), tag))
             tl.store(row_words + chunk + 128, word(rest_sum.to(tl.int32, bitcast=True), tag))
 
         # 2. one step of the walk, from the published triples
-        child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+        child_x = read(row, tokens, tokens >= 0, NO_MASS)
         coin = tl.load(coins_ptr + node)
         if PTX:  # the likeliest next row, on its way to L2 while waiting
             guess = follow(child_ptr, node, N)
@@ -236,8 +220,8 @@ def _verify_tree_kernel(
             keys2 = keys_of(tops2, 1, chunks)
             both_keys = tl.maximum(keys, keys2)
         top_key = tl.max(both_keys, 0)
-        if (top_key >= _INF_KEY) | (top_key == _EMPTY_KEY):
-            status = tl.where(top_key == _NAN_KEY, 1, tl.where(top_key == _INF_KEY, 2, 3))
+        if (top_key >= INF_KEY) | (top_key == EMPTY_KEY):
+            status = tl.where(top_key == NAN_KEY, 1, tl.where(top_key == INF_KEY, 2, 3))
             active = 0
         else:
             top = unordered(top_key)
@@ -263,7 +247,7 @@ def _verify_tree_kernel(
             if FILTERS:
                 if filtered:
                     cut, cut_ties, cut_id, row_sum, listed, step = find_cut(
-                        row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
+                        row, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
                         min_p,
                         temperature, before, after, rate, limit, chunks, CHUNK, THREADS, VEC, SHIFT,
                         FILTERS == 2,
@@ -299,7 +283,7 @@ def _verify_tree_kernel(
                         nodes, tokens, rest, left = siblings(
                             sibling_ptr, candidates_ptr, rest, left, N, V, JUMP
                         )
-                        child_x = tl.load(row_ptr + tokens, mask=tokens >= 0, other=NO_MASS)
+                        child_x = read(row, tokens, tokens >= 0, NO_MASS)
 
             # 2b. accept, or end the walk
             chosen = hit & 0x3FF
@@ -319,7 +303,7 @@ def _verify_tree_kernel(
                                 sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
                             )
                         residual_sum, cut_chunk, cut_base, step = rest_of_cut(
-                            row_ptr, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties,
+                            row, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties,
                             cut_id,
                             listed, used < cap, tl.load(final_ptr + b), top, before, after, rate, tokens,
                             rest, left,
@@ -374,15 +358,18 @@ def _verify_tree_kernel(
         if (status == 0) & (greedy == 0):
             start = last_chunk * CHUNK
             index = start + offsets
-            x = tl.load(rows_ptr + node.to(tl.int64) * stride_n + index, mask=index < V, other=NO_MASS)
-            mass = x.to(tl.float32)
+            row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
+            if mask_ptr is not None:
+                row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
+            x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
+            mass = x
             weight = 1.0
             if not PROBS:
                 top = unordered(maximum_key(mass, THREADS, VEC))
                 mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
                 weight = chunk_weight(top, last_top, before, after, rate, limit, PTX)
             if FILTERS:
-                kept = is_kept(x.to(tl.float32), index, cut, cut_id, SHIFT) | (not filtered)
+                kept = is_kept(x, index, cut, cut_id, SHIFT) | (not filtered)
                 mass = tl.where(kept, mass, 0.0)
             if used < cap:
                 nodes, tokens, rest, left = siblings(
@@ -424,6 +411,7 @@ def verify_tree(
     workspace: launch.Workspace,
     programs: int,
     filters: Filters | None = None,
+    processors: Processors | None = None,
 ) -> None:
     """Launch the sampler on the current stream; nothing is checked, allocated or waited for.
 
@@ -456,14 +444,20 @@ def verify_tree(
             the device at once.
 
         filters: contiguous tensors on the same device, or None: then nothing of them is compiled in.
+
+        processors: bias and bitmask on the same device, either of them None: likewise. For logits alone.
     """
     B, N, V = rows.shape
     chunk = launch.chunk_size(V)
+    bias = None if processors is None else readable(processors.logit_bias)
+    mask = None if processors is None else readable(processors.token_bitmask)
     _verify_tree_kernel[(programs, B)](
         candidates,
         retrieve_next_token,
         retrieve_next_sibling,
         rows,
+        bias,
+        mask,
         coins if temperature is None else temperature,
         candidates if filters is None else filters.top_k,
         coins if filters is None else filters.top_p,
@@ -481,6 +475,9 @@ def verify_tree(
         accept_index.shape[1],
         rows.stride(0),
         rows.stride(1),
+        None if bias is None else bias.stride(0),
+        None if mask is None else mask.stride(0),
+        None if mask is None else mask.stride(1),
         SLOTS=max(32, triton.next_power_of_2(N)),
         chunks=triton.cdiv(V, chunk),
         CHUNK=chunk,
@@ -490,7 +487,7 @@ def verify_tree(
         MAX_B=launch.MAX_BATCH,
         PROBS=temperature is None,
         FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
-        SHIFT=unit_shift(rows.dtype),
+        SHIFT=unit_shift(torch.float32 if bias is not None else rows.dtype),
         SHARED=programs > 1,
         PTX=not INTERPRETED and torch.version.hip is None,
         num_warps=launch.warps_per_program(chunk),

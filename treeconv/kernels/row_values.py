@@ -1,0 +1,74 @@
+"""What a row says of its tokens: the logit, with the request's bias, and -inf where the node forbids one.
+
+Device functions, and what a launch hands them. A *row* is a tuple ``(row_ptr, bias_ptr, mask_ptr)``: a
+node's V logits or probabilities, its request's V biases (float32) and its node's words of 32 tokens each
+(xgrammar's layout), the last two None where the launch has none: then nothing of them is compiled. With a
+bias or a mask values are float32, as :mod:`treeconv.processors` defines them: the bias is added to the
+converted logit, then forbidden tokens are -inf, whatever they were. Every reading of a row comes through
+here, so that all of them see the same value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["fetch", "read", "readable", "values"]
+
+
+@triton.jit
+def _where_allowed(x, words, index):
+    return tl.where(((words >> (index & 31)) & 1) == 1, x.to(tl.float32), float("-inf"))
+
+
+@triton.jit
+def read(row, index, inside, other):
+    """The values of any tokens, ``other`` where not ``inside``: float32, or the rows' dtype without both."""
+    row_ptr, bias_ptr, mask_ptr = row
+    x = tl.load(row_ptr + index, mask=inside, other=other)
+    if bias_ptr is not None:
+        x = x.to(tl.float32) + tl.load(bias_ptr + index, mask=inside, other=0.0)
+    if mask_ptr is not None:
+        x = _where_allowed(x, tl.load(mask_ptr + (index >> 5), mask=inside, other=-1), index)
+    return x
+
+
+@triton.jit
+def fetch(row, start, index, V, other, VEC: tl.constexpr):
+    """What :func:`values` come from, not waited for, ``other`` from V on; ``index`` is all from ``start``.
+
+    ``start`` is a multiple of 32. A thread has ``VEC`` tokens side by side: one word of the mask serves them.
+    """
+    row_ptr, bias_ptr, mask_ptr = row
+    fetched = (tl.load(row_ptr + index, mask=index < V, other=other),)
+    if bias_ptr is not None:
+        fetched += (tl.load(bias_ptr + index, mask=index < V, other=0.0),)
+    if mask_ptr is not None:
+        first = start + tl.arange(0, index.shape[0] // VEC) * VEC
+        fetched += (tl.load(mask_ptr + (first >> 5), mask=first < V, other=-1),)
+    return fetched
+
+
+@triton.jit
+def values(fetched, row, index, VEC: tl.constexpr):
+    """The values of tokens that :func:`fetch` asked for, as :func:`read` gives them."""
+    _, bias_ptr, mask_ptr = row
+    x = fetched[0]
+    if bias_ptr is not None:
+        x = x.to(tl.float32) + fetched[1]
+    if mask_ptr is not None:
+        words = tl.broadcast_to(fetched[-1][:, None], [index.shape[0] // VEC, VEC])
+        x = _where_allowed(x, tl.reshape(words, [index.shape[0]]), index)
+    return x
+
+
+def readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias or a bitmask whose last dimension is contiguous; copies only one that is not."""
+    if tensor is None or tensor.shape[-1] == 1 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()
