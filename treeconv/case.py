@@ -267,7 +267,10 @@ class VerifyCase:
         """The call's tensors on a device."""
         import torch  # noqa: PLC0415
 
-        batch = to_verify_input([request.tree for request in self.requests], self.slots, device=device)
+        # Another prefix each: a depth is a position less the prefix.
+        prefixes = [5 + 9 * index for index in range(len(self.requests))]
+        trees = [request.tree for request in self.requests]
+        batch = to_verify_input(trees, self.slots, prefixes, device)
         shape = (len(self.requests), self.slots)
         rows = np.full((*shape, self.vocab_size), np.nan, np.float32)
         accept = np.zeros(shape, np.float32)

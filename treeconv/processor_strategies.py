@@ -172,10 +172,14 @@ def processed_cases(
 def _wide_cases(draw: DrawFn, kinds: Collection[ProcessorKind]) -> VerifyCase:
     """Wide calls, their processors from one drawn seed: thousands of drawn numbers would be slow."""
     case = draw(cases_for("wide"))
-    (request,) = case.requests
     rng = np.random.default_rng(draw(st.integers(0, 2**16), label="processors"))
-    held = _seeded(rng, request.tree, case.vocab_size, kinds)
-    return replace(case, requests=(replace(request, processors=held),))
+    requests = []
+    for request in case.requests:
+        rows = request.rows.copy()
+        rows[:, 0] = np.where(rows[:, 0] == -np.inf, 0, rows[:, 0])  # no processor forbids it
+        held = _seeded(rng, request.tree, case.vocab_size, kinds)
+        requests.append(replace(request, rows=rows, processors=held))
+    return replace(case, requests=tuple(requests))
 
 
 def _seeded(

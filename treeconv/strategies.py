@@ -49,7 +49,23 @@ _SHAPES: dict[str, Callable[[int, int, int], int]] = {
     "best-first": lambda i, pick, _k: i - 1 - min(pick % i, 3) if i > 3 else pick % i,
 }
 
-_NICE_LOGITS = (0.0, 1.0, -1.0, 2.0, 0.5, -math.inf, 5.0, 10.0, -10.0, 30.0, -80.0, 100.0, 30000.0, -30000.0)
+_NICE_LOGITS = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    2.0,
+    0.5,
+    -math.inf,
+    5.0,
+    10.0,
+    -10.0,
+    30.0,
+    -80.0,
+    100.0,
+    30000.0,
+    -30000.0,
+)
 _USUAL, _SMALL, _TINY, _FAR = (
     (1.0, 0.0, 0.5, 2.0, 0.6, 0.8, 0.01),
     (0.005, 0.002, 1e-3, 1e-4),
@@ -196,6 +212,15 @@ def target_logits(
         [draw(st.lists(elements, min_size=vocab_size, max_size=vocab_size)) for _ in range(num_nodes)],
         np.float32,
     ).reshape(num_nodes, vocab_size)
+    offset = draw(
+        st.sampled_from(["none", "none", "none", "none", "signed zeros", "far below"]), label="offset"
+    )
+    if offset == "signed zeros":  # the top is 0, which -0.0 equals
+        tops = rows.max(axis=1, keepdims=True)
+        rows -= np.where(tops == -np.inf, 0, tops)
+        rows[:, draw(st.integers(0, vocab_size - 1))] = -0.0
+    elif offset == "far below" and dtype != "float16":
+        rows -= np.float32(2**17)  # below any finite stand-in for -inf; in bfloat16 all the same there
     rows = round_rows(rows, dtype)
     for node in range(num_nodes if allow_neg_inf else 0):
         if draw(st.integers(0, 3), label="grammar mask?") == 3:
@@ -410,24 +435,45 @@ def _bad_row_cases(draw: DrawFn) -> VerifyCase:
     return case.replace_requests(requests)
 
 
+_TILES = (128, 1024)  # tokens that a kernel may take at once
+
+
 @st.composite
-def _wide_cases(draw: DrawFn, *, allow_filters: bool = False) -> VerifyCase:
+def _wide_cases(draw: DrawFn, *, max_requests: int = 2, allow_filters: bool = False) -> VerifyCase:
     """Trees of up to 70 nodes (siblings beyond a warp) over vocabularies beyond any block size.
 
-    The rows come from one drawn seed: thousands of drawn numbers would be slow, and shrink no better.
+    Whole numbers of tiles, and one token over; in 16 bits rows are full of ties. A grammar may have masked
+    the first tiles, or all but a few tokens. The rows come from one drawn seed: thousands of drawn numbers
+    would be slow, and shrink no better.
     """
-    vocab = draw(st.sampled_from([16, 257, 1031, 4099]), label="vocab")
-    tree = draw(draft_trees(max_nodes=70, vocab_size=vocab, shapes=["star", "chain", "random", "best-first"]))
-    rng = np.random.default_rng(draw(st.integers(0, 2**16), label="rows"))
-    peakedness = draw(st.sampled_from([1.0, 3.0, 8.0]), label="peakedness")
-    rows = (rng.standard_normal((len(tree), vocab)) * peakedness).astype(np.float32)
-    for node in range(1, len(tree)):  # drafts are likely tokens, so that walks go deep
-        rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
-    temperature = draw(temperatures(), label="temperature")
-    filters = draw(filters_for(rows, temperature)) if allow_filters else {}
+    vocab = draw(st.sampled_from([16, 257, 32, 1031, 256, 4099]), label="vocab")
+    dtype = draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"]), label="dtype")
     order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else FILTER_ORDERS[0]
-    request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
-    return VerifyCase(requests=(request,), filter_order=order)
+    shapes = ["star", "chain", "random", "best-first"]
+    requests = []
+    for index in range(draw(st.integers(1, max_requests), label="requests")):
+        tree = draw(draft_trees(max_nodes=8 if index else 70, vocab_size=vocab, shapes=shapes))
+        rng = np.random.default_rng(draw(st.integers(0, 2**16), label="rows"))
+        peakedness = draw(st.sampled_from([1.0, 3.0, 8.0]), label="peakedness")
+        rows = (rng.standard_normal((len(tree), vocab)) * peakedness).astype(np.float32)
+        for node in range(1, len(tree)):  # drafts are likely tokens, so that walks go deep
+            rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
+        masked = draw(st.sampled_from(["nothing", "nothing", "first tiles", "nearly all"]), label="masked")
+        if masked == "first tiles":
+            rows[:, : max(tile for tile in (0, *_TILES) if tile < vocab)] = -np.inf
+        elif masked == "nearly all":
+            rows[:, rng.random(vocab) < 0.9] = -np.inf
+        rows[:, -1] = np.where(rows.max(axis=1) == -np.inf, 0, rows[:, -1])
+        if draw(st.booleans(), label="ties at the top?"):
+            for places in rng.integers(0, vocab, (2, len(tree))):
+                rows[np.arange(len(tree)), places] = rows.max(axis=1)
+        rows = round_rows(rows, dtype)
+        greedy = draw(st.integers(0, 4), label="greedy?") == 4
+        temperature = 0.0 if greedy else draw(temperatures(), label="temperature")
+        filters = draw(filters_for(rows, temperature)) if allow_filters else {}
+        coin = draw(coins())
+        requests.append(Request(tree, rows, temperature, _spread_coins(draw, len(tree)), coin, **filters))
+    return VerifyCase(requests=tuple(requests), rows_dtype=dtype, filter_order=order)
 
 
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:

@@ -24,16 +24,16 @@ __all__ = ["chain_step", "draw", "match_step", "recursive_step", "target_only_st
 def draw(law: Law, coin: np.float32) -> int:
     """Smallest t with ``cumsum(law)(t) > coin * sum(law)``; else the last t of positive mass.
 
-    The running sum is blocked, ``[blocks, 128]``: a plain float32 one drifts over a large vocabulary.
+    The running sum is blocked, ``[blocks, 128]``, its blocks added up in float64: a plain float32 one drifts
+    over a large vocabulary, the faster the more equal its masses, whose sums all round the same way.
     """
     blocks = np.zeros((-(-law.size // 128), 128), np.float32)
     blocks.ravel()[: law.size] = law
-    running = np.cumsum(blocks, axis=1, dtype=np.float32)
-    ends = np.cumsum(running[:, -1], dtype=np.float32)
+    running = np.cumsum(blocks, axis=1, dtype=np.float32).astype(np.float64)
+    ends = np.cumsum(running[:, -1])
     running[1:] += ends[:-1, None]
     sums = running.ravel()[: law.size]
-    # float64 holds the product of two float32 exactly: no rounding decides.
-    above = np.flatnonzero((sums > np.float64(coin) * np.float64(ends[-1])) & (law > 0))
+    above = np.flatnonzero((sums > np.float64(coin) * ends[-1]) & (law > 0))
     return int(above[0]) if above.size else int(np.flatnonzero(law)[-1])
 
 
