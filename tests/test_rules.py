@@ -357,3 +357,10 @@ def test_a_tail_that_a_large_mass_dwarfs_is_not_lost_from_the_band():
             walk = oracle.canonical_walk(tree, rows, accept, final, 2)
             stops = oracle.admissible_stops(tree, rows, accept, 2)
             assert any(stop.path == walk.path and stop.admits(walk.tokens[-1], final) for stop in stops)
+
+
+def test_a_boundary_beyond_float32_is_swept_in_silence():
+    """p / q = 5e38: every coin accepts, and no cast may warn of it (warnings are errors here)."""
+    rows = TargetRows.from_probs([[0.5, 0.5]] * 2).under("chain", [[1e-39, 1.0]] * 2)
+    coins = oracle.sweep_coins(DraftTree.chain([0, 0]), rows)
+    assert {accept[0] for accept, _ in coins} >= {0.0, 1.0}

@@ -98,16 +98,6 @@ class DraftsCountBeforeTheyAreKept(ProcessedRuleSampler):
         return super().seen(request, node) + (self.tokens(request, [child]) if child != -1 else [])
 
 
-@fault("recursive-rule-processors")  # in a chain it takes a coin of 1, or a q that is p at a forbidden draft
-class EmptyResidualIsRaw(ProcessedRuleSampler):
-    """X4: where q leaves nothing of the processed law, the bonus is of the raw one."""
-
-    def left_of_p(self, p, q, token):
-        if self.given is None or self.residual(p, q, token).any():
-            return super().left_of_p(p, q, token)
-        return self.raw_law()
-
-
 @fault("match-rule-processors", "chain-rule-processors", "recursive-rule-processors")
 class RawArgmaxByAnotherRule(ReferenceBackend):  # an eager branch of ours did it
     def verify(self, batch, logits, temperature, *call, rule=None, processors=None, **more):

@@ -159,7 +159,8 @@ class Dividing(RuleSampler):
     def accepts(self, p, q, token, coin, final):
         if q[token] == 0:
             return p[token] > 0
-        return coin < min(np.float32(1), p[token] / q[token])
+        with np.errstate(over="ignore"):  # min(1, inf) is 1
+            return coin < min(np.float32(1), p[token] / q[token])
 
 
 class Single(RuleSampler):

@@ -259,6 +259,8 @@ _EXTREMES = [0.0, float(np.float32(1 - 2**-24)), 1.0]
 
 def _inside(low: Any, high: Any) -> float | None:
     """A float32 strictly inside ``[low, high)`` if there is one: its middle."""
+    if low >= high:
+        return None
     coin = float(np.float32(float(low) + (float(high) - float(low)) / 2))
     return coin if low <= coin < high and coin < 1 else None
 
@@ -267,7 +269,7 @@ def _beside(lower: Any, upper: Any) -> list[float]:
     """The float32 values at both edges of a boundary, and their outer neighbours, within [0, 1]."""
     coins = set()
     for edge in (lower, upper):
-        at = np.float32(float(edge))
+        at = np.float32(min(float(edge), 2.0))  # a ratio p / q may be too large for float32
         coins |= {float(at), float(np.nextafter(at, np.float32(-1))), float(np.nextafter(at, np.float32(2)))}
     return sorted(coin for coin in coins if 0 <= coin <= 1)
 
