@@ -32,7 +32,7 @@ bench: $(VENV)/.ready  ## the CPU figures that the README quotes
 traces:  ## the recorded traces against the real model (own environment; 93 MB of download)
 	PYTHON=$(PYTHON) bash ci/traces.sh
 
-peers:  ## transformers' speculative sampling and logits warpers before the laws (own environment)
+peers:  ## transformers' sampling and warpers before the laws, bitmasks against xgrammar's (own environment)
 	PYTHON=$(PYTHON) bash ci/peers.sh
 
 clean:  ## forget the environment and the caches

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Set up the `peers` extra in an environment of its own, then hold transformers to the laws and the ledger.
+# Set up the `peers` extra in an environment of its own, then hold transformers to the laws and
+# the ledger, and our bitmasks against xgrammar's.
 #
 #   bash ci/peers.sh       PEERS_VENV: where the environment lies, .venv-peers by default
 #
-# About 1.3 GB on disk; 2 to 3 min, one thread. The pins are those of the traces: one transformers for both.
+# About 2 GB on disk; 2 to 3 min, one thread. The pins are those of the traces: one transformers for both.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,4 +21,4 @@ if [[ ! -e $stamp ]]; then
 fi
 
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -p no:cacheprovider tests/test_peers.py
+exec "$venv/bin/python" -m pytest -p no:cacheprovider tests/test_peers.py tests/test_xgrammar.py

@@ -101,7 +101,9 @@ CASES = {
     "penalised": PENALISED,
     "penalised_wide": PENALISED,
     "penalised_batches": PENALISED,
-    "match_processed": replace(PENALISED, rule="draw_and_match"),
+    "chain_processed": by_rule("chain", PENALISED),
+    "recursive_processed": by_rule("recursive", PENALISED),
+    "match_processed": by_rule("draw_and_match", PENALISED),
     "processed_filtered": replace(
         PENALISED, requests=(replace(PENALISED.requests[0], top_k=3), *PENALISED.requests[1:])
     ),

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from treeconv import (
@@ -26,12 +26,13 @@ from treeconv import (
 from treeconv._drive import as_probs
 from treeconv.backends.base import BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
-from treeconv.backends.registry import choose_backend
+from treeconv.backends.registry import choose_backend, get_backend
 from treeconv.corpus import CorpusEntry, load_entry, save_entry
 from treeconv.judge import target_rows
 from treeconv.laws import law_named, why_not
 from treeconv.oracle._processors import ProcessedLogits, processed_alternatives
 from treeconv.processors import PROCESSORS, Processors, RequestProcessors, pack_bitmask
+from treeconv.replay import replay_entry
 from treeconv.sampling import processed_logits
 from treeconv.shrink import shrink
 from treeconv.strategies import cases_for
@@ -397,3 +398,16 @@ def test_coins_of_one_node_at_the_processed_boundary():
         ].mass(0)
         == 0.5
     )
+
+
+@pytest.mark.parametrize("rule", ["chain", "recursive", "match"])
+def test_a_case_by_another_rule_on_processed_rows_is_stored_and_judged_again(rule, tmp_path):
+    def has_all(case):
+        return case.processor_kinds == set(PROCESSORS)
+
+    kind = cases_for(f"{rule}_processed")
+    case = find(kind, has_all, settings=settings(max_examples=200, database=None, phases=[Phase.generate]))
+    entry = CorpusEntry(law=f"{rule}-rule-processors", case=case, note="drawn")
+    stored = load_entry(save_entry(tmp_path, entry))
+    assert stored == entry
+    assert replay_entry(stored, get_backend("eager"))

@@ -28,6 +28,7 @@ from treeconv.laws import BACKEND_LAWS, law_named, why_not
 from treeconv.oracle import TargetRows
 from treeconv.processors import RequestProcessors
 from treeconv.rules import RULES, Rule, check_pairing
+from treeconv.sampling import target_probs
 
 F = Fraction
 STAR = DraftTree([-1, 0, 0], [9, 0, 1])
@@ -343,3 +344,16 @@ def test_a_greedy_request_follows_the_processed_row_by_every_rule(rule, name):
     (observed,) = decide(case, get_backend(name), "cpu")
     assert observed.tokens == (1, 1)
     assert judge(tree, target_rows(request, "logits", rule=rule), [0.5, 0.5], 0.5, 2, observed) is None
+
+
+def test_a_tail_that_a_large_mass_dwarfs_is_not_lost_from_the_band():
+    """p and q all but equal, nearly all on token 2: what is left there is rounding, the rest 1e-27 of it."""
+    logits = np.array([0, 0, 100, 0, 0], np.float32)
+    tree = DraftTree.chain([0, 0])
+    for noise in (2.0**-12, 0.25):
+        q = target_probs(logits + np.float32(noise) * np.cos(np.arange(5, dtype=np.float32)), 2.0)
+        rows = TargetRows.from_logits([logits] * 2, 2.0).under("chain", [q] * 2)
+        for accept, final in oracle.sweep_coins(tree, rows):
+            walk = oracle.canonical_walk(tree, rows, accept, final, 2)
+            stops = oracle.admissible_stops(tree, rows, accept, 2)
+            assert any(stop.path == walk.path and stop.admits(walk.tokens[-1], final) for stop in stops)

@@ -6,6 +6,7 @@ Importing this package loads neither torch nor hypothesis.
 from treeconv import oracle
 from treeconv._verify import verify, verify_probs
 from treeconv.case import Request, VerifyCase
+from treeconv.commit import Commit, commit
 from treeconv.convert import (
     EagleDraft,
     from_eagle,
@@ -30,6 +31,7 @@ from treeconv.tree import Coins, DraftTree, RowStatus, TreeMaskMode, VerifyInput
 __all__ = [
     "BackendUnavailable",
     "Coins",
+    "Commit",
     "CorpusError",
     "DraftTree",
     "EagleDraft",
@@ -44,6 +46,7 @@ __all__ = [
     "VerifyInput",
     "VerifyOutput",
     "build_draft_tree",
+    "commit",
     "draw_coins",
     "from_eagle",
     "from_tree_mask",

@@ -174,16 +174,20 @@ def judge_all(
 ) -> int:
     """The same request under every coin vector, as one batch (several over a large vocabulary), judged.
 
+    The case's other requests stand before it: what is wrongly taken from them shows at its boundaries.
+
     ``rows``: the oracle's view of that request, where the caller has it already.
     """
     subject = case.requests[request]
     rows = rows or target_rows(subject, case.kind, case.filter_order, case.rule)
     cap = case.effective_depth_cap
+    others = [*case.requests[:request], *case.requests[request + 1 :]]
     at_once = max(1, _MAX_ELEMENTS // (case.slots * case.vocab_size))
     for start in range(0, len(coins), at_once):
         part = coins[start : start + at_once]
-        many = case.replace_requests([subject.with_coins(accept, final) for accept, final in part])
-        for (accept, final), observed in zip(part, decide(many, backend, device), strict=True):
+        copies = [subject.with_coins(accept, final) for accept, final in part]
+        decided = decide(case.replace_requests([*others, *copies]), backend, device)[len(others) :]
+        for (accept, final), observed in zip(part, decided, strict=True):
             wrong = judge(subject.tree, rows, accept, final, cap, observed)
             if wrong:
                 coin_vector = (tuple(float(coin) for coin in accept), float(final))

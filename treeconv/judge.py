@@ -13,6 +13,7 @@ import numpy as np
 
 from treeconv import oracle
 from treeconv.errors import LawBroken
+from treeconv.processors import RequestProcessors
 from treeconv.tree import DraftTree, RowStatus
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = ["Observed", "Violation", "explain", "is_ambiguous", "judge", "observe
 
 _MAX_LISTED = 8  # masses listed per node in a picture
 _MAX_LINES = 16  # of a picture
+_MAX_BESIDE = 3  # requests beside the broken one whose settings are told
 
 
 @dataclass(frozen=True)
@@ -317,13 +319,13 @@ def _worth_drawing(
     return keep
 
 
-def settings(case: VerifyCase, index: int) -> str:
+def _settings(case: VerifyCase, index: int) -> str:
     """What a request asks for beside its tree, each part after a comma; "" where that is nothing."""
     request = case.requests[index]
     cuts = request.cuts(case.filter_order)
     parts = (
         "" if case.kind == "probs" else f"temperature {request.temperature!r}",
-        str(request.processors) if request.processors.kinds else "",
+        str(request.processors) if request.processors != RequestProcessors() else "",
         str(cuts) if cuts.are_on(case.vocab_size) else "",
     )
     return "".join(f", {part}" for part in parts if part)
@@ -363,14 +365,17 @@ def explain(
     rule = "" if case.rule == "target_only" else f", rule {case.rule}"
     summary = (
         f"request {violation.request} of {len(case.requests)}, vocabulary {case.vocab_size}, {case.kind}"
-        f" {case.rows_dtype}{settings(case, violation.request)}{rule},"
+        f" {case.rows_dtype}{_settings(case, violation.request)}{rule},"
         f" {case.effective_depth_cap} accept slots, final coin {final!r}"
     )
+    others = [index for index in range(len(case.requests)) if index != violation.request]
+    beside = "; ".join(f"request {index}{_settings(case, index)}" for index in others[:_MAX_BESIDE])
     lines = [
         f"law broken: {law}",
         f"  meaning:  {meaning}",
         f"  backend:  {backend}",
         f"  case:     {summary}",
+        *([f"  beside:   {beside}" + ("; ..." if others[_MAX_BESIDE:] else "")] if others else []),
         *("  " + line for line in picture),
         f"  got:      {violation.got}",
         f"  want:     {violation.want}",

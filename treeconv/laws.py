@@ -111,7 +111,9 @@ _FILTERED = (
 _PROCESSED: dict[str, tuple[ProcessorKind, ...]] = {
     **dict.fromkeys(("masked", "masked_batches", "masked_wide", "forbidden_rows"), ("bias", "bitmask")),
     **dict.fromkeys(("penalised", "penalised_batches", "penalised_wide"), PROCESSORS),
-    **dict.fromkeys(("processed_filtered", "match_processed"), PROCESSORS),
+    **dict.fromkeys(
+        ("processed_filtered", "chain_processed", "recursive_processed", "match_processed"), PROCESSORS
+    ),
 }
 
 
@@ -402,6 +404,13 @@ BACKEND_LAWS: tuple[Law, ...] = (
         rule="chain",
     ),
     Law(
+        "chain-rule-processors",
+        "the same with bias, bitmask and penalties: p is the processed law in test and residual, q as given",
+        rule_check.decisions,
+        "chain_processed",
+        rule="chain",
+    ),
+    Law(
         "chain-rule-purity",
         "target rows, draft laws and coins are not written to, and a call decides alike again",
         rule_check.purity,
@@ -448,6 +457,13 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "the same with top-k, top-p and min-p: children are tested, and the bonus drawn, by the law left",
         rule_check.decisions,
         "recursive_filtered",
+        rule="recursive",
+    ),
+    Law(
+        "recursive-rule-processors",
+        "the same with bias, bitmask and penalties: p is the processed law in test and residual, q as given",
+        rule_check.decisions,
+        "recursive_processed",
         rule="recursive",
     ),
     Law(

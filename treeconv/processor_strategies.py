@@ -9,7 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from treeconv.case import round_rows
-from treeconv.processors import PROCESSORS, RequestProcessors, pack_bitmask
+from treeconv.processors import PENALTIES, PROCESSORS, RequestProcessors, pack_bitmask
+from treeconv.rule_strategies import draft_laws, shapes_for
+from treeconv.rules import RATIO_RULES
+from treeconv.sampling import processed_logits
 from treeconv.strategies import cases_for, verify_cases
 
 if TYPE_CHECKING:
@@ -18,8 +21,9 @@ if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
     from numpy.typing import NDArray
 
-    from treeconv.case import VerifyCase
+    from treeconv.case import Request, VerifyCase
     from treeconv.processors import ProcessorKind
+    from treeconv.rules import RuleName
     from treeconv.tree import DraftTree
 
 __all__ = ["PROCESSOR_CASES", "processed_cases", "processors_for"]
@@ -75,7 +79,7 @@ def processors_for(
     Shrinks towards no processors at all.
     """
     nodes, vocab = rows.shape
-    subsets = [[], *([kind] for kind in kinds), [kinds[-1]], *[list(kinds)] * 3]
+    subsets = [[], *([kind] for kind in kinds), *[kinds[-1:]] * 2, *[list(kinds)] * 5]
     on = draw(st.sampled_from(subsets), label="processors")
     drafted = sorted(set(tree.token_ids))
     a_token = st.one_of(st.sampled_from(drafted), st.integers(0, vocab - 1))
@@ -89,8 +93,10 @@ def processors_for(
         ):
             if draw(st.integers(0, 2), label=f"{name}?"):
                 held[name] = draw(st.sampled_from(values), label=name)
+    if "penalties" in kinds:  # of a request without penalties it lengthens the others' padding
         outside = st.sampled_from([vocab, 2**31])
-        committed = st.lists(st.one_of(a_token, a_token, a_token, outside), max_size=5)
+        any_token = st.one_of(a_token, a_token, a_token, outside)
+        committed = st.one_of(st.lists(any_token, max_size=2), st.lists(any_token, min_size=4, max_size=6))
         held["committed_tokens"] = draw(committed, label="committed")
     if "bias" in on:
         bias = np.zeros(vocab, np.float32)
@@ -132,12 +138,13 @@ def processors_for(
 @st.composite
 def processed_cases(
     draw: DrawFn,
+    /,
     kinds: Sequence[ProcessorKind] = PROCESSORS,
     *,
-    min_requests: int = 1,
-    max_requests: int = 1,
     allow_empty: bool = False,
-    allow_filters: bool = False,
+    max_nodes: int = 6,
+    min_vocab: int = 2,
+    **calls: Any,
 ) -> VerifyCase:
     """Calls of which most requests carry processors.
 
@@ -148,14 +155,7 @@ def processed_cases(
     Three in four requests have calm logits, and more than usual are greedy. Shrinks as ``verify_cases`` does,
     and towards no processors.
     """
-    calls = verify_cases(
-        min_requests=min_requests,
-        max_requests=max_requests,
-        max_nodes=6,
-        min_vocab=2,
-        allow_filters=allow_filters,
-    )
-    case = draw(calls)
+    case = draw(verify_cases(max_nodes=max_nodes, min_vocab=min_vocab, **calls))
     requests = []
     for request in case.requests:
         rows = request.rows.copy()
@@ -206,6 +206,56 @@ def _seeded(
     return RequestProcessors(**held)
 
 
+def _plain(request: Request, *, processed: bool) -> Request:
+    """Its rows alone, processed or raw (NaN without mass), as those of a request without processors."""
+    held, rows = request.processors, request.rows
+    if processed:
+        mask = held.token_bitmask
+        paths = map(request.tree.path, range(len(request.tree)))
+        rows = np.stack(
+            [
+                processed_logits(
+                    row,
+                    [*held.committed_tokens, *(request.tree.token_ids[node] for node in path)],
+                    **{name: getattr(held, name) for name in PENALTIES},
+                    logit_bias=held.logit_bias,
+                    token_bitmask=None if mask is None else mask[path[-1]],
+                )
+                for row, path in zip(rows, paths, strict=True)
+            ]
+        )
+    rows = np.where(np.isnan(rows), -np.inf, rows)
+    rows[rows.max(axis=1) == -np.inf, 0] = 0
+    return replace(request, rows=rows, processors=RequestProcessors())
+
+
+@st.composite
+def _by_rule(draw: DrawFn, /, rule: RuleName, **sizes: Any) -> VerifyCase:
+    """Processed calls verified by another rule than target-only.
+
+    q, where the rule reads one, is the drafter's own: near the processed law, or near the raw one, of a
+    drafter that knows no processors; or far from both.
+    """
+    case = draw(processed_cases(**sizes, **shapes_for(rule)))
+    requests = [draw(_drafted(request, rule)) for request in case.requests]
+    return replace(case, requests=tuple(requests), rule=rule)
+
+
+@st.composite
+def _drafted(draw: DrawFn, request: Request, rule: RuleName) -> Request:
+    # At a tiny or a huge one calm logits are one token's, or everybody's: p / q then has little to show.
+    usual = st.sampled_from([1.0, 1.0, 0.5, 2.0, 0.0, request.temperature])
+    temperature = draw(usual, label="temperature")
+    if rule not in RATIO_RULES:
+        return replace(request, temperature=temperature)
+    knows = draw(st.sampled_from([True, True, False]), label="drafter knows the processors?")
+    likely = draw(st.booleans(), label="likely drafts?")
+    known = _plain(replace(request, temperature=temperature), processed=knows)
+    draft_probs = draw(draft_laws(known, kind="logits", likely_drafts=likely))
+    return replace(request, temperature=temperature, draft_probs=draft_probs)
+
+
+_CLOSE: dict[str, Any] = {"min_vocab": 4, "max_vocab": 5, "allow_depth_cap": False}
 _MASKS: tuple[ProcessorKind, ...] = ("bias", "bitmask")
 
 #: kind of case -> its strategy; part of what ``strategies.cases_for`` knows
@@ -218,7 +268,9 @@ PROCESSOR_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "penalised_batches": lambda: processed_cases(min_requests=2, max_requests=4),
     "penalised_wide": lambda: _wide_cases(PROCESSORS),
     "processed_filtered": lambda: processed_cases(allow_filters=True),
-    "match_processed": lambda: processed_cases(max_requests=2).map(
-        lambda case: replace(case, rule="draw_and_match")
+    "chain_processed": lambda: _by_rule("chain", min_nodes=2, max_nodes=3, **_CLOSE),
+    "recursive_processed": lambda: _by_rule("recursive", min_nodes=3, max_nodes=4, **_CLOSE),
+    "match_processed": lambda: _by_rule(
+        "draw_and_match", max_requests=2, min_nodes=2, max_nodes=4, max_vocab=6
     ),
 }

@@ -196,7 +196,7 @@ class RequestProcessors:
             for name, off in PENALTIES.items()
             if getattr(self, name) != off
         ]
-        if penalties:
+        if penalties or self.committed_tokens:
             committed = ", ".join(map(str, self.committed_tokens[-8:]))
             more = "..., " if len(self.committed_tokens) > 8 else ""
             parts += [*penalties, f"committed [{more}{committed}]"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from treeconv.case import VerifyCase
 from treeconv.rules import RATIO_RULES
 from treeconv.sampling import target_probs
-from treeconv.strategies import dyadic_rows, verify_cases
+from treeconv.strategies import dyadic_rows, give_mass_to_drafts, verify_cases
 from treeconv.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -27,21 +27,44 @@ if TYPE_CHECKING:
     from treeconv.case import Request
     from treeconv.rules import RuleName
 
-__all__ = ["RULE_CASES", "draft_laws", "fixed_draft_cases", "rule_cases", "sampled_draft_cases"]
+__all__ = [
+    "RULE_CASES",
+    "draft_laws",
+    "fixed_draft_cases",
+    "rule_cases",
+    "sampled_draft_cases",
+    "shapes_for",
+]
+
+# Siblings are what the recursive rule is about: a star has them at once.
+_SHAPES = {"chain": ["chain"], "recursive": ["star", "star", "k-ary", "random", "best-first"]}
+
+
+def shapes_for(rule: RuleName) -> dict[str, Any]:
+    """The shapes of trees that a rule is about, as an argument of ``verify_cases``."""
+    return {"shapes": _SHAPES[rule]} if rule in _SHAPES else {}
 
 
 @st.composite
 def draft_laws(
-    draw: DrawFn, request: Request, *, kind: str, max_bits: int = 12, allow_unusable: bool = True
+    draw: DrawFn,
+    request: Request,
+    *,
+    kind: str,
+    max_bits: int = 12,
+    allow_unusable: bool = True,
+    likely_drafts: bool = False,
 ) -> NDArray[np.float32]:
     """``[n, V]`` float32: a law q for the children of each node.
 
     * ``kind``: "probs": multiples of ``2**-max_bits``; "logits": about half of them softmaxes.
     * ``allow_unusable``: whether NaN, infinite and negative values appear; they count as no mass.
+    * ``likely_drafts``: whether drafted tokens get mass, as sampled ones have; not where q is the target's.
 
     Shrinks towards all mass on token 0.
     """
     nodes, vocab = request.rows.shape
+    near_target: list[int] = []
     laws = np.zeros((nodes, vocab), np.float32)
     for node, row in enumerate(request.rows):
         what = draw(st.sampled_from(["drawn", "drawn", "near", "same", "bad"]), label="q")
@@ -49,11 +72,16 @@ def draft_laws(
             noise = draw(st.sampled_from([2.0**-12, 0.25, 1.0])) if what == "near" else 0.0
             near = row + np.float32(noise) * np.cos(np.arange(vocab, dtype=np.float32))
             laws[node] = target_probs(near, request.temperature) if kind == "logits" else row
+            near_target.append(node)
             continue
         laws[node] = draw(dyadic_rows(1, vocab, min_bits=min(2, max_bits), max_bits=max_bits))[0]
         if what == "bad" and allow_unusable:
             value = draw(st.sampled_from([np.nan, np.inf, -1.0]))
             laws[node, list(draw(st.sets(st.integers(0, vocab - 1), min_size=1)))] = value
+    if likely_drafts:
+        as_drawn = laws[near_target]
+        give_mass_to_drafts(request.tree, laws)
+        laws[near_target] = as_drawn
     return laws
 
 
@@ -69,13 +97,10 @@ def rule_cases(
 
     Shrinks as :func:`treeconv.strategies.verify_cases` does, q towards all mass on token 0.
     """
-    # Siblings are what the recursive rule is about: a star has them at once.
-    named = {"chain": ["chain"], "recursive": ["star", "star", "k-ary", "random", "best-first"]}
-    shapes: dict[str, Any] = {"shapes": named[rule]} if rule in named else {}
     many, nodes, vocab = (1, 4, 6) if allow_filters else (2, 5, 7)
     least = 4 if rule == "recursive" else 2  # two siblings, and a choice of what is left
     sizes: dict[str, Any] = {"max_requests": many, "max_nodes": nodes, "min_vocab": least, "max_vocab": vocab}
-    case = draw(verify_cases(kind=kind, allow_filters=allow_filters, **sizes, **shapes))
+    case = draw(verify_cases(kind=kind, allow_filters=allow_filters, **sizes, **shapes_for(rule)))
     requests = case.requests
     if rule in RATIO_RULES:
         requests = tuple(

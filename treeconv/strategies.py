@@ -31,6 +31,7 @@ __all__ = [
     "draft_trees",
     "dyadic_rows",
     "filters_for",
+    "give_mass_to_drafts",
     "target_logits",
     "temperatures",
     "tree_batches",
@@ -257,7 +258,7 @@ def _spread_coins(draw: DrawFn, count: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).random(count, dtype=np.float32)
 
 
-def _give_mass_to_drafts(tree: DraftTree, rows: NDArray[np.float32]) -> None:
+def give_mass_to_drafts(tree: DraftTree, rows: NDArray[np.float32]) -> None:
     """Trade a draft without mass for the likeliest token that is none, so that walks go deep."""
     for node, kids in enumerate(tree.children):
         tokens = [tree.token_ids[kid] for kid in kids]
@@ -337,6 +338,7 @@ def verify_cases(
     kind: str = "logits",
     min_requests: int = 1,
     max_requests: int = 1,
+    min_nodes: int = 1,
     max_nodes: int = 8,
     min_vocab: int = 1,
     max_vocab: int = 9,
@@ -350,7 +352,7 @@ def verify_cases(
 
     * ``kind``: "logits" (with temperatures, in several dtypes) or "probs" (dyadic laws).
     * ``min_requests``, ``max_requests``: trees in the batch, each with its own temperature.
-    * ``max_nodes``, ``min_vocab``, ``max_vocab``: sizes; the vocabulary is often no multiple of 4.
+    * ``min_nodes``, ``max_nodes``, ``min_vocab``, ``max_vocab``: sizes; V is often no multiple of 4.
     * ``max_bits``: dyadic masses are multiples of ``2**-max_bits``.
     * ``allow_depth_cap``: whether some calls cap the accepted path below the tree's depth.
     * ``allow_filters``: whether most requests carry top-k, top-p or min-p, in one of the two orders.
@@ -364,7 +366,7 @@ def verify_cases(
     dtype = draw(st.sampled_from(list(rows_dtypes)), label="dtype") if kind == "logits" else "float32"
     requests = []
     for _ in range(count):
-        tree = draw(draft_trees(max_nodes=max_nodes, vocab_size=vocab, shapes=shapes))
+        tree = draw(draft_trees(min_nodes=min_nodes, max_nodes=max_nodes, vocab_size=vocab, shapes=shapes))
         if kind == "logits":
             rows = draw(target_logits(len(tree), vocab, dtype=dtype))
             # The usual ones again, so that a batch often holds greedy beside sampled requests.
@@ -377,7 +379,7 @@ def verify_cases(
             min_bits = min(2, max_bits) if allow_filters else 1  # a filter wants something to cut
             rows = draw(dyadic_rows(len(tree), vocab, min_bits=min_bits, max_bits=max_bits))
             if draw(st.booleans(), label="likely drafts?"):
-                _give_mass_to_drafts(tree, rows)
+                give_mass_to_drafts(tree, rows)
             temperature = 1.0
         filters = draw(filters_for(rows, temperature if kind == "logits" else None)) if allow_filters else {}
         request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)

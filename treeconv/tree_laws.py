@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from treeconv.case import Request, VerifyCase
+from treeconv.commit import commit
 from treeconv.convert import (
     from_eagle,
     from_tree_mask,
@@ -18,7 +20,7 @@ from treeconv.convert import (
 )
 from treeconv.errors import InvalidTree, LawBroken
 from treeconv.judge import Violation
-from treeconv.tree import DraftTree, TreeMaskMode
+from treeconv.tree import DraftTree, TreeMaskMode, VerifyOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -137,6 +139,61 @@ def _malformed_refused(trees: Sequence[DraftTree], num_draft_tokens: int, prefix
                 raise Violation(0, f"{made} was accepted", f"InvalidTree: node {node} has {what}")
 
 
+def _stop_tokens(trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens: Sequence[int]) -> None:
+    """Accept the path to each node; stop at emitted tokens, at refused ones, and at some of each."""
+    for shift in range(max(map(len, trees))):
+        ends = [(shift + prefix) % len(tree) for tree, prefix in zip(trees, prefix_lens, strict=True)]
+        paths = [tree.path(end) for tree, end in zip(trees, ends, strict=True)]
+        bonus = [tree.token_ids[-1] for tree in trees]  # often a draft's, too
+        emitted = [
+            [*(tree.token_ids[node] for node in path[1:]), last]
+            for tree, path, last in zip(trees, paths, bonus, strict=True)
+        ]
+        # Each request stops at another token of its own, or at none of the drafts that were refused.
+        own = [[tokens[shift % len(tokens)]] for tokens in emitted]
+        refused = [sorted({*tree.token_ids} - {*tokens}) for tree, tokens in zip(trees, emitted, strict=True)]
+        for stops in (own, refused, [refused[0], *own[1:]], [emitted[0][-1:]] * len(trees)):
+            _expect_cut(paths, emitted, stops, num_draft_tokens)
+
+
+def _expect_cut(
+    paths: Sequence[Sequence[int]],
+    emitted: Sequence[Sequence[int]],
+    stops: Sequence[Sequence[int]],
+    slots: int,
+) -> None:
+    """What a verifier says that took these paths, and what is left of it."""
+    size, cap = len(paths), slots + 1
+    index = np.full((size, cap), -1, np.int32)
+    predicts = np.empty((size, slots), np.int32)
+    for request, (path, tokens) in enumerate(zip(paths, emitted, strict=True)):
+        predicts[request] = (stops[request] or [0])[0]  # what is not on the path means nothing
+        predicts[request, list(path)] = tokens
+        index[request, : len(path)] = np.array(path) + request * slots
+    counts = np.array([len(path) - 1 for path in paths], np.int32)
+    arrays = (index, counts, predicts.ravel(), np.zeros(size, np.int32))
+    output = VerifyOutput(*map(torch.from_numpy, arrays))
+    got = commit(output, stops)
+    for request, (path, tokens, ending) in enumerate(zip(paths, emitted, stops, strict=True)):
+        place = next((place for place, token in enumerate(tokens) if token in ending), None)
+        count = len(tokens) if place is None else place + 1
+        want = {
+            "emitted": list(tokens[:count]),
+            "of them accepted": min(count, len(path) - 1),
+            "finished": place is not None,
+            "kept": [request * slots + node for node in path[:count]],
+        }
+        found = {
+            "emitted": got.tokens[request],
+            "of them accepted": int(got.num_accepted[request]),
+            "finished": bool(got.is_finished[request]),
+            "kept": [int(place) for place in got.accept_index[request] if place >= 0],
+        }
+        if found != want:
+            case = f"stop tokens {list(ending)} behind path {list(path)}, which emits {list(tokens)}"
+            raise Violation(request, f"{case}: {found}", str(want))
+
+
 TREE_LAWS: tuple[TreeLaw, ...] = (
     TreeLaw(
         "round-trip",
@@ -152,6 +209,11 @@ TREE_LAWS: tuple[TreeLaw, ...] = (
         "mask-and-positions",
         "a node sees the prefix, its ancestors and itself; its position is prefix + depth",
         _mask_and_positions,
+    ),
+    TreeLaw(
+        "stop-tokens",
+        "behind the first emitted stop token nothing is emitted, kept or counted; a refused one ends nothing",
+        _stop_tokens,
     ),
 )
 

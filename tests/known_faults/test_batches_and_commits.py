@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from treeconv import Coins, DraftTree, RowStatus, build_draft_tree, to_verify_input, verify, verify_probs
+from treeconv import (
+    Coins,
+    DraftTree,
+    RowStatus,
+    build_draft_tree,
+    commit,
+    to_verify_input,
+    verify,
+    verify_probs,
+)
+from treeconv.backends.reference import ReferenceBackend
+from treeconv.cuda_graph import CudaGraphRunner
 
 BRANCHED = DraftTree([-1, 0, 0, 2], [9, 1, 2, 3])  # B52's tree; path 0, 2, 3 is accepted below
 NAN = float("nan")
@@ -171,3 +182,84 @@ def test_b75_request_offsets_are_64_bit():
     assert (wrapped, *divmod(wrapped, 151936)) == (2998272, 19, 111488)
     first_bad = int((index.flatten() * 151936 >= 2**32).nonzero()[0])
     assert (first_bad, *divmod(first_bad, 64)) == (28269, 441, 45)
+
+
+class Seeing(ReferenceBackend):
+    """Keeps the positions that it was handed."""
+
+    def verify(self, batch, *call, **more):
+        self.positions = batch.positions[:, 0].tolist()
+        return super().verify(batch, *call, **more)
+
+
+def test_b61_replay_with_fewer_rows_forgets_old_positions():
+    backend = Seeing()
+    run = CudaGraphRunner(
+        backend,
+        num_draft_tokens=1,
+        vocab_size=2,
+        depth_cap=1,
+        batch_sizes=(4,),
+        rows_dtype=torch.float32,
+        device="cpu",
+    )
+    run.capture()
+    for prefixes, seen in (([50, 60, 70, 80], [50, 60, 70, 80]), ([5, 6], [5, 6, 0, 0])):
+        size = len(prefixes)
+        batch = to_verify_input([DraftTree([-1], [0])] * size, prefix_lens=prefixes)
+        run.replay(batch, torch.zeros(size, 1, 2), 1.0, still(size, 1))
+        assert backend.positions == seen
+
+
+def test_b63_graph_eligibility_compares_requests_with_requests():
+    """10 tokens of 2 requests fit into a graph of 4 requests; and the replay is the plain call."""
+    run = CudaGraphRunner(
+        "reference",
+        num_draft_tokens=5,
+        vocab_size=4,
+        depth_cap=5,
+        batch_sizes=(4,),
+        rows_dtype=torch.float32,
+        device="cpu",
+    )
+    run.capture()
+    batch, rows = to_verify_input([DraftTree.chain([3, 1, 2, 3, 1])] * 2), torch.zeros(2, 5, 4)
+    assert run.can_run(batch, rows)
+    coins = still(2, 5, 0.3)
+    plain = verify(batch, rows, 1.0, coins, backend="reference")
+    assert run.replay(batch, rows, 1.0, coins).tokens == plain.tokens
+
+
+def test_b35_ranks_share_their_coins():
+    """Seeded, each rank computes the coins that the others have, whatever its own generator's state."""
+    batch = to_verify_input([DraftTree([-1, 0], [9, 0])], prefix_lens=[7])
+    probs = torch.full((1, 2, 2), 0.5)
+    for seed in range(20):
+        said = []
+        for rank in range(2):
+            torch.manual_seed(rank)
+            said.append(verify_probs(batch, probs, seeds=[seed], backend="reference").tokens)
+        assert said[0] == said[1]
+
+
+def stopped(tree, rows, stops, backend):
+    output = verify_probs(to_verify_input([tree]), rows[None], still(1, len(tree)), backend=backend)
+    return commit(output, stops)
+
+
+def test_b84_tokens_after_an_accepted_stop_are_cut(backend):
+    tree = DraftTree.chain([9, 4, 2, 5])
+    made = stopped(tree, one_hot(4, 2, 5, 1, vocab=10), [2], backend)
+    assert (made.tokens, made.is_finished.tolist()) == ([[4, 2]], [True])
+    assert made.accept_index.tolist() == [[0, 1, -1, -1]]
+
+
+def test_b85_counts_end_at_the_stop(backend):
+    made = stopped(DraftTree.chain([9, 4, 2, 5]), one_hot(4, 2, 5, 1, vocab=10), [2], backend)
+    assert (made.num_emitted.tolist(), made.num_accepted.tolist()) == ([2], [2])
+
+
+def test_b87_a_refused_stop_ends_nothing(backend):
+    rows = torch.tensor([[0.9, 0.1, 0.0], [1.0, 0.0, 0.0]])
+    made = stopped(DraftTree([-1, 0], [9, 2]), rows, [2], backend)
+    assert (made.tokens, made.is_finished.tolist()) == ([[0]], [False])

@@ -28,18 +28,8 @@ X1 X2 X3 X4 X5 X6
 """
 KNOWN = _LIST.split()
 
-STOPS = "needs stop tokens"
-
 #: id -> the stage it waits for
-WAITING = {
-    "B35": "needs ranks that share one coin",
-    "B37": "needs a builder over sharded vocabularies",
-    "B61": "needs CUDA-graph buffers",
-    "B63": "needs CUDA graphs",
-    "B84": STOPS,
-    "B85": STOPS,
-    "B87": STOPS,
-}
+WAITING = {"B37": "needs a builder over sharded vocabularies"}
 
 
 def covered_ids() -> set[str]:

@@ -12,7 +12,6 @@ from filter_faults import FilterSampler
 from registry import planting
 
 from treeconv.backends.base import BackendTraits
-from treeconv.backends.reference import ReferenceBackend
 from treeconv.processors import PENALTIES, PROCESSORS
 from treeconv.sampling import target_probs
 
@@ -28,23 +27,19 @@ class _Rows:
         return self.sampler.processed(self.request, node, self.rows[node])
 
 
-class ProcessorSampler(FilterSampler):
-    """A right verifier with processors: count, divide, subtract, add, mask."""
+class Processing:
+    """What a right verifier does to a row before its softmax: count, divide, subtract, add, mask."""
 
-    name = "right-processors"
-    traits = BackendTraits(devices=("cpu",), takes_filters=True, takes_processors=PROCESSORS)
     given = None
 
-    def verify(self, batch, logits, temperature, coins, depth_cap, filters=None, processors=None):
-        self.temperatures = temperature.tolist()
+    def take(self, batch, logits, processors):
+        """What a call was handed, before its walks."""
         self.batch, self.given = batch, processors
         self.parents = [self.parents_of(request) for request in range(batch.batch_size)]
         self.raw = logits.float().numpy()
-        return self.run(batch, self.raw, coins, depth_cap, filters)
 
-    def verify_probs(self, batch, target_probs, coins, depth_cap, filters=None):
-        self.given = None  # probabilities are of rows already processed
-        return super().verify_probs(batch, target_probs, coins, depth_cap, filters)
+    def walk(self, request, batch, rows, *rest):
+        return super().walk(request, batch, _Rows(self, request, rows), *rest)
 
     def parents_of(self, request):
         first, sibling = (
@@ -58,9 +53,6 @@ class ProcessorSampler(FilterSampler):
                 parents[child] = node
                 child = sibling[child]
         return parents
-
-    def walk(self, request, batch, rows, coins, cap):
-        return super().walk(request, batch, _Rows(self, request, rows), coins, cap)
 
     def processed(self, request, node, row):
         if self.given is None:
@@ -132,6 +124,22 @@ class ProcessorSampler(FilterSampler):
 
     def masked(self, x, allowed):
         return np.where(allowed, x, -np.inf)
+
+
+class ProcessorSampler(Processing, FilterSampler):
+    """A right verifier with processors and filters."""
+
+    name = "right-processors"
+    traits = BackendTraits(devices=("cpu",), takes_filters=True, takes_processors=PROCESSORS)
+
+    def verify(self, batch, logits, temperature, coins, depth_cap, filters=None, processors=None):
+        self.temperatures = temperature.tolist()
+        self.take(batch, logits, processors)
+        return self.run(batch, self.raw, coins, depth_cap, filters)
+
+    def verify_probs(self, batch, target_probs, coins, depth_cap, filters=None):
+        self.given = None  # probabilities are of rows already processed
+        return super().verify_probs(batch, target_probs, coins, depth_cap, filters)
 
 
 # --- odd but right ------------------------------------------------------------------------------------
@@ -223,13 +231,13 @@ class OutsideIdsWrap(ProcessorSampler):  # the placeholder of an image counts fo
         return np.bincount(tokens, minlength=size).astype(float)
 
 
-@fault("penalties-batch")
+@fault("penalties", "penalties-batch")
 class PaddingIsTheLastToken(ProcessorSampler):  # index -1
     def committed(self, request):
         return self.given.penalties.committed_tokens[request].tolist()
 
 
-@fault("penalties-batch")
+@fault("penalties", "penalties-batch")
 class CommittedOfRequestZero(ProcessorSampler):
     def committed(self, request):
         return super().committed(0)
@@ -427,11 +435,3 @@ class HistoryOfEarlierCalls(ProcessorSampler):  # a buffer that is not cleared
 
     def seen(self, request, node):
         return [*self.memory, *super().seen(request, node)]
-
-
-@fault("match-rule-processors")
-class RawArgmaxByAnotherRule(ReferenceBackend):  # an eager branch of ours did it
-    def verify(self, batch, logits, temperature, *call, rule=None, processors=None, **more):
-        if rule is not None and not temperature.any():
-            processors = None
-        return super().verify(batch, logits, temperature, *call, rule=rule, processors=processors, **more)

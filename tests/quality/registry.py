@@ -22,6 +22,7 @@ MODULES = (
     "variant_faults",
     "rule_faults",
     "processor_faults",
+    "processed_rule_faults",
     "filter_faults",
     "rng_faults",
     "tree_faults",

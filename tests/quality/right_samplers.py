@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from faults import Sampler
 from filter_faults import RIGHT as RIGHT_FILTERS
+from processed_rule_faults import RIGHT as RIGHT_PROCESSED_RULES
 from processor_faults import RIGHT as RIGHT_PROCESSORS
 from rng_faults import RIGHT as RIGHT_COINS
 from rule_faults import RIGHT as RIGHT_RULES
@@ -94,4 +95,4 @@ class InBfloat16(Sampler):
 
 
 ODD = [Sampler, InFloat64, InReverse, InBfloat16]
-RIGHT = [*ODD, *RIGHT_FILTERS, *RIGHT_RULES, *RIGHT_PROCESSORS, *RIGHT_COINS]
+RIGHT = [*ODD, *RIGHT_FILTERS, *RIGHT_RULES, *RIGHT_PROCESSORS, *RIGHT_PROCESSED_RULES, *RIGHT_COINS]

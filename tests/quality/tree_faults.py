@@ -7,6 +7,7 @@ import torch
 from registry import planting
 
 from treeconv import convert
+from treeconv.commit import commit
 from treeconv.errors import InvalidTree
 from treeconv.tree import DraftTree, TreeMaskMode
 
@@ -200,3 +201,60 @@ class PrefixShortByThePadding(Mask):  # B43
             full = full.clone()
             full[0] = not bool((batch.retrieve_next_token[0, -1:] == -1).all())
         return full
+
+
+# --- K9, stop tokens ----------------------------------------------------------------------------------
+
+
+class Stopping:
+    """``commit``; ``changed`` edits what it made of an output and stop tokens per request."""
+
+    patches = "treeconv.tree_laws.commit"
+
+    def __call__(self, output, stops):
+        return self.changed(commit(output, stops), output, stops)
+
+
+@fault("K9", "stop-tokens")
+class KeptBehindTheStop(Stopping):  # B84, transformers#47912
+    def changed(self, made, output, stops):
+        return commit(output)
+
+
+@fault("K9", "stop-tokens")
+class CountedPastTheStop(Stopping):  # B85, vllm#56101
+    def changed(self, made, output, stops):
+        return replace(made, num_accepted=output.accept_token_num)
+
+
+@fault("K9", "stop-tokens")
+class RefusedStopEnds(Stopping):  # B87, openvino.genai PR#3293
+    def changed(self, made, output, stops):
+        predicts = output.predicts.view(len(stops), -1).tolist()
+        seen = [bool({*row} & {*ending}) for row, ending in zip(predicts, stops, strict=True)]
+        return replace(made, is_finished=torch.tensor(seen))
+
+
+@fault("K9", "stop-tokens")
+class StopTokenItselfDropped(Stopping):
+    def changed(self, made, output, stops):
+        return replace(made, num_emitted=made.num_emitted - made.is_finished.int())
+
+
+@fault("K9", "stop-tokens")
+class StopsOfRequestZero(Stopping):
+    def changed(self, made, output, stops):
+        return commit(output, [stops[0]] * len(stops))
+
+
+@fault("K9", "stop-tokens")
+class BonusIsNoStop(Stopping):
+    def changed(self, made, output, stops):
+        drafts = replace(output, accept_token_num=output.accept_token_num - 1)
+        return replace(made, is_finished=commit(drafts, stops).is_finished)
+
+
+@fault("K9", "stop-tokens")
+class SlotsKeptBehindTheStop(Stopping):
+    def changed(self, made, output, stops):
+        return replace(made, accept_index=output.accept_index)

@@ -160,11 +160,18 @@ class HfFilters:
 
     At temperature 0 generation does not sample: the lowest-index argmax has all mass. The joint order is the
     two cuts made on the same scores; generation itself knows the sequential one only.
+
+    Args:
+        is_centred: undo that logits are divided by T before the maximum is taken off: they are handed over
+            with their maximum at 0. So what else the warpers do differently shows.
     """
 
     name = "hf-filters"
     version = VERSION
     traits = BackendTraits(devices=("cpu",), takes_probs=False, reports_status=False, takes_filters=True)
+
+    def __init__(self, *, is_centred: bool = False) -> None:
+        self._is_centred = is_centred
 
     def verify(
         self,
@@ -212,6 +219,8 @@ class HfFilters:
         scores = row.float()[None]  # generation casts to float32 before it warps
         if temperature == 0:
             return torch.nn.functional.one_hot(scores[0].argmax(), scores.shape[1]).float().numpy()
+        if self._is_centred:
+            scores = scores - scores.max()
         ids: Any = None  # read by none of these
         scores = TemperatureLogitsWarper(temperature)(ids, scores)
         heated = scores

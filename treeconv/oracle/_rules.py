@@ -98,6 +98,16 @@ def _positive_part(values: NDArray[Any]) -> NDArray[Any]:
     return found
 
 
+def _sums_before(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Per place the sum of what is before it."""
+    return np.concatenate([np.zeros(1), np.cumsum(values[:-1])])
+
+
+def _sums_behind(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The same of what is behind it: a difference of running sums would lose it beside a large mass."""
+    return _sums_before(values[::-1])[::-1]
+
+
 @dataclass(frozen=True)
 class _Law:
     """Masses: the definition's (Fractions or float64), and what float32 sees at least and at most."""
@@ -123,10 +133,10 @@ class _Law:
     def divided(self) -> _Law:
         """By its sum, which is positive; as uncertain as the sum is."""
         error = sum_error(self.low.size) + 2 * ROUNDING + FLOAT64_SLACK
-        most, least = self.high.sum(), self.low.sum()
+        most, least = (_sums_before(of) + _sums_behind(of) for of in (self.high, self.low))  # of the others
         with np.errstate(divide="ignore", invalid="ignore"):
-            low = np.where(self.low > 0, self.low / (self.low + (most - self.high)), 0.0) * (1 - error)
-            high = np.where(self.high > 0, self.high / (self.high + (least - self.low)), 0.0) * (1 + error)
+            low = np.where(self.low > 0, self.low / (self.low + most), 0.0) * (1 - error)
+            high = np.where(self.high > 0, self.high / (self.high + least), 0.0) * (1 + error)
         total = self.best.sum()
         return _Law(self.best / total if total > 0 else self.best, low, high)
 
@@ -155,8 +165,8 @@ class _Law:
             least, most = np.cumsum(low), np.cumsum(high)
             error = 2 * sum_error(tokens.size) + 4 * ROUNDING + FLOAT64_SLACK
             with np.errstate(divide="ignore", invalid="ignore"):
-                lower = np.where(least > 0, least / (least + (most[-1] - most)), 0.0)
-                upper = most / (most + (least[-1] - least))
+                lower = np.where(least > 0, least / (least + _sums_behind(high)), 0.0)
+                upper = most / (most + _sums_behind(low))
             return lower * (1 - error), upper * (1 + error)
 
         return Bonus(tokens, np.cumsum(best).tolist(), low > 0, bounds)
