@@ -328,7 +328,7 @@ def test_a_sampler_of_probabilities_is_handed_the_softmax_and_replays_the_logits
         (
             BackendTraits(),
             {kind for kind in CASES if kind.startswith("filtered")}
-            | set(PROCESSOR_CASES) - {"match_processed"},
+            | set(PROCESSOR_CASES) - {"chain_processed", "recursive_processed", "match_processed"},
         ),
         (
             BackendTraits(takes_filters=True, takes_processors=("bias", "bitmask")),
