@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ from treeconv import (
     Coins,
     DraftTree,
     InvalidArgument,
+    Request,
+    VerifyCase,
     VerifyOutput,
     suite,
     to_verify_input,
@@ -25,6 +28,7 @@ from treeconv.backends.base import Backend, BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
 from treeconv.backends.reference import ReferenceBackend
 from treeconv.backends.registry import BACKENDS, available_backends, choose_backend, get_backend
+from treeconv.laws import law_named
 from treeconv.processors import PROCESSORS
 from treeconv.rules import RULES
 
@@ -224,3 +228,16 @@ def test_an_interpreted_backend_is_judged_only_by_name(monkeypatch):
     assert "triton" not in [backend.name for backend in backends]
     assert "it runs in an interpreter here" in reasons["triton"]
     assert [backend.name for backend in suite.select_backends(["triton"], "cpu")[0]] == ["triton"]
+
+
+@pytest.mark.parametrize("name", ["reference", "eager"])
+@pytest.mark.parametrize("peak", [12.0, 3.0, 0.0])
+@pytest.mark.parametrize("vocab", [163840, 262144])
+def test_equal_masses_of_a_large_vocabulary_add_up(name, peak, vocab):
+    """Sums of equal numbers all round the same way: a plain float32 sum of blocks drifts out of the band."""
+    row = np.zeros((1, vocab), np.float32)
+    row[0, 0] = peak
+    backend = get_backend(name)
+    for final in (0.1, 0.5, 0.77, 0.9, 0.99):
+        request = Request(DraftTree([-1], [0]), row, 1.0, np.array([0.5], np.float32), final)
+        assert law_named("oracle-agreement").run(VerifyCase((request,)), backend)

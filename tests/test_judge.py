@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -284,3 +287,51 @@ def test_draw_and_match_is_explained_without_a_draft_law():
     rows = target_rows(request, "probs", rule="draw_and_match")
     _, why = judge(tree, rows, [0.5], 0.5, 1, Observed((0,), (1,), RowStatus.OK))
     assert why == "node 0: token 1 has no mass there (p = 0)"
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Nonsense:
+    """A sampler that does what ``does`` does with a right output."""
+
+    name = "nonsense"
+    traits = BackendTraits(takes_logits=False)
+
+    def __init__(self, does):
+        self.does = does
+
+    def verify_probs(self, *call):
+        return self.does(ReferenceBackend().verify_probs(*call))
+
+
+def raises(error):
+    def does(_):
+        raise error
+
+    return does
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (lambda _: None, "got:      returned NoneType, of which accept_index is NoneType"),
+        (
+            lambda right: SimpleNamespace(**{k: v.numpy() for k, v in vars(right).items()}),
+            "got:      returned SimpleNamespace, of which accept_index is ndarray",
+        ),
+        (lambda right: replace(right, status=right.status + 7), "status 7 is none of 0, 1, 2, 3"),
+        (lambda right: replace(right, status=right.status.float()), "status of shape (1,), torch.float32"),
+        (raises(SystemExit(3)), "got:      SystemExit: 3 (raised at"),
+        (raises(Unprintable()), "got:      Unprintable: (a message that cannot be printed) (raised at"),
+        (raises(ValueError("one\n  two")), "got:      ValueError: one two (raised at"),
+        (raises(ValueError("x" * 999)), "got:      ValueError: " + "x" * 300 + "... (raised at"),
+    ],
+)
+def test_nonsense_is_said_in_a_line(does, said):
+    with pytest.raises(LawBroken) as broken:
+        law_named("oracle-agreement").run(probs_case([[0.5, 0.5], [1, 0]], 0.25), Nonsense(does))
+    (line,) = [line for line in str(broken.value).splitlines() if line.startswith("  got:")]
+    assert said in line

@@ -41,6 +41,7 @@ __all__ = [
     "submit",
 ]
 
+_LONGEST_MESSAGE = 300
 _ANY_DECISION = "a decision for every request"
 _MAX_ELEMENTS = 2**24  # of the target rows in one call: 64 MB of float32
 
@@ -106,6 +107,8 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
         Violation: it raised, or returned something of another shape: no decision to judge.
         BackendUnavailable: the case has filters, processors or a rule that the backend does not claim.
     """
+    import torch  # noqa: PLC0415
+
     more = handed_over(backend, tensors.filters, tensors.rule, tensors.processors)
     try:
         if kind == "probs":
@@ -116,23 +119,36 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
             output = backend.verify(
                 tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap, **more
             )
-        size, slots = tensors.batch.candidates.shape
-        shapes = {
-            "accept_index": (size, tensors.depth_cap),
-            "accept_token_num": (size,),
-            "predicts": (size * slots,),
-            "status": (size,),
-        }
-        got = {name: (tuple(getattr(output, name).shape), getattr(output, name).dtype) for name in shapes}
-    except Exception as error:  # noqa: BLE001  # a stranger's sampler may raise anything: that is a finding
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raised = f"{type(error).__name__}: {error} (raised at {at.filename}:{at.lineno})"
-        raise Violation(0, raised, _ANY_DECISION) from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # a stranger's sampler may raise anything: that is a finding
+        raise Violation(0, _raised(error), _ANY_DECISION) from None
+    size, slots = tensors.batch.candidates.shape
+    shapes = {
+        "accept_index": (size, tensors.depth_cap),
+        "accept_token_num": (size,),
+        "predicts": (size * slots,),
+        "status": (size,),
+    }
     for name, shape in shapes.items():
-        if got[name][0] != shape or "int" not in str(got[name][1]):
-            found = f"{name} of shape {got[name][0]}, {got[name][1]}"
+        part = getattr(output, name, None)
+        if not isinstance(part, torch.Tensor):
+            found = f"returned {type(output).__name__}, of which {name} is {type(part).__name__}"
+            raise Violation(0, found, "a VerifyOutput of torch tensors")
+        if tuple(part.shape) != shape or part.dtype.is_floating_point or part.dtype is torch.bool:
+            found = f"{name} of shape {tuple(part.shape)}, {part.dtype}"
             raise Violation(0, found, f"integers of shape {shape} (batch {size}, {slots} slots)")
     return output
+
+
+def _raised(error: BaseException) -> str:
+    """What was raised and where, on one line that a person can read."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001  # its own __str__ raised
+        said = "(a message that cannot be printed)"
+    if len(said) > _LONGEST_MESSAGE:
+        said = said[:_LONGEST_MESSAGE] + "..."
+    return f"{type(error).__name__}: {said} (raised at {at.filename}:{at.lineno})"
 
 
 def decide(case: VerifyCase, backend: Backend, device: str) -> list[Observed]:

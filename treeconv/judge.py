@@ -126,6 +126,8 @@ def _observe_one(
     def broken(what: str) -> Observed:
         return Observed((), (), RowStatus.OK, f"accept_index {row}, accept_token_num {count}: {what}")
 
+    if status not in {known.value for known in RowStatus}:
+        return broken(f"status {status} is none of {', '.join(str(known.value) for known in RowStatus)}")
     if status:
         if count or any(index != -1 for index in row):
             return broken(f"status {status} but something was emitted")

@@ -218,7 +218,7 @@ def target_logits(
     if offset == "signed zeros":  # the top is 0, which -0.0 equals
         tops = rows.max(axis=1, keepdims=True)
         rows -= np.where(tops == -np.inf, 0, tops)
-        rows[:, draw(st.integers(0, vocab_size - 1))] = -0.0
+        rows[:, draw(st.integers(0, (vocab_size - 1) // 2))] = -0.0
     elif offset == "far below" and dtype != "float16":
         rows -= np.float32(2**17)  # below any finite stand-in for -inf; in bfloat16 all the same there
     rows = round_rows(rows, dtype)
