@@ -232,12 +232,6 @@ class OutsideIdsWrap(ProcessorSampler):  # the placeholder of an image counts fo
 
 
 @fault("penalties", "penalties-batch")
-class PaddingIsTheLastToken(ProcessorSampler):  # index -1
-    def committed(self, request):
-        return self.given.penalties.committed_tokens[request].tolist()
-
-
-@fault("penalties", "penalties-batch")
 class CommittedOfRequestZero(ProcessorSampler):
     def committed(self, request):
         return super().committed(0)

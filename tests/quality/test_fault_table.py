@@ -32,7 +32,9 @@ def test_every_measured_fault_was_killed_on_every_seed_and_fast_enough():
     for name, results in hunts().items():
         if set(results) >= {str(seed) for seed in range(20)}:
             assert all(result["killed"] for result in results.values()), name
-            worst.append(max(results[str(seed)]["cpu_seconds"] for seed in range(20)))  # shrinking comes after
+            worst.append(
+                max(results[str(seed)]["cpu_seconds"] for seed in range(20))
+            )  # shrinking comes after
     assert len(worst) >= 240
     assert max(worst) <= 60
     assert sum(seconds <= 5 for seconds in worst) >= 0.9 * len(worst)
