@@ -511,7 +511,7 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "filtered_small": lambda: verify_cases(kind="probs", **{**filtered, "max_nodes": 4, "max_vocab": 6}),
         "filtered_logits": lambda: verify_cases(max_requests=2, **filtered),
         "filtered_batches": lambda: verify_cases(min_requests=2, max_requests=4, **filtered),
-        "filtered_wide": lambda: _wide_cases(allow_filters=True),
+        "filtered_wide": lambda: _wide_cases(max_requests=1, allow_filters=True),
     }
     if kind not in strategies:
         # Which are made of what is here.
