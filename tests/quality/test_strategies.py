@@ -23,11 +23,12 @@ def minimal(strategy, condition=lambda _: True, is_least=lambda _: True):
     A shrinker is greedy, and where it starts depends on what else was imported: from one of a few starts it
     must come to what ``is_least``.
     """
+    found = find(strategy, condition, settings=settings(max_examples=200, **QUIET))
     few = settings(max_examples=200, **{**QUIET, "derandomize": False})
     for start in range(6):
-        found = find(strategy, condition, settings=few, random=Random(start))
         if is_least(found):
             break
+        found = find(strategy, condition, settings=few, random=Random(start))
     return found
 
 
