@@ -13,7 +13,8 @@ from treeconv.processors import PENALTIES, PROCESSORS, RequestProcessors, pack_b
 from treeconv.rule_strategies import draft_laws, shapes_for
 from treeconv.rules import RATIO_RULES
 from treeconv.sampling import processed_logits
-from treeconv.strategies import cases_for, verify_cases
+from treeconv.strategies import verify_cases
+from treeconv.wide_strategies import wide_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -169,7 +170,7 @@ def processed_cases(
 @st.composite
 def _wide_cases(draw: DrawFn, kinds: Collection[ProcessorKind]) -> VerifyCase:
     """Wide calls, their processors from one drawn seed: thousands of drawn numbers would be slow."""
-    case = draw(cases_for("wide"))
+    case = draw(wide_cases())
     rng = np.random.default_rng(draw(st.integers(0, 2**16), label="processors"))
     requests = []
     for request in case.requests:

@@ -32,6 +32,7 @@ __all__ = [
     "dyadic_rows",
     "filters_for",
     "give_mass_to_drafts",
+    "seeded_coins",
     "target_logits",
     "temperatures",
     "tree_batches",
@@ -49,23 +50,7 @@ _SHAPES: dict[str, Callable[[int, int, int], int]] = {
     "best-first": lambda i, pick, _k: i - 1 - min(pick % i, 3) if i > 3 else pick % i,
 }
 
-_NICE_LOGITS = (
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    2.0,
-    0.5,
-    -math.inf,
-    5.0,
-    10.0,
-    -10.0,
-    30.0,
-    -80.0,
-    100.0,
-    30000.0,
-    -30000.0,
-)
+_NICE_LOGITS = (0.0, -0.0, 1.0, -1.0, 2.0, 0.5, -math.inf, 5.0, 10.0, -10.0, 30.0, -80.0, 100.0, 3e4, -3e4)
 _USUAL, _SMALL, _TINY, _FAR = (
     (1.0, 0.0, 0.5, 2.0, 0.6, 0.8, 0.01),
     (0.005, 0.002, 1e-3, 1e-4),
@@ -275,7 +260,7 @@ def coins(draw: DrawFn, *, near: float | Sequence[float] = ()) -> float:
     return draw(st.one_of(st.sampled_from(usable), anywhere))
 
 
-def _spread_coins(draw: DrawFn, count: int) -> NDArray[np.float32]:
+def seeded_coins(draw: DrawFn, count: int) -> NDArray[np.float32]:
     """Coins for one tree from a single drawn integer: cheap, and 0.5 throughout when shrunk."""
     seed = draw(st.integers(0, 2**16), label="coins")
     if seed == 0:
@@ -407,7 +392,7 @@ def verify_cases(
                 give_mass_to_drafts(tree, rows)
             temperature = 1.0
         filters = draw(filters_for(rows, temperature if kind == "logits" else None)) if allow_filters else {}
-        request = Request(tree, rows, temperature, _spread_coins(draw, len(tree)), draw(coins()), **filters)
+        request = Request(tree, rows, temperature, seeded_coins(draw, len(tree)), draw(coins()), **filters)
         requests.append(request)
     cap = None
     if allow_depth_cap and draw(st.integers(0, 3), label="cap?") == 3:
@@ -435,56 +420,15 @@ def _bad_row_cases(draw: DrawFn) -> VerifyCase:
     return case.replace_requests(requests)
 
 
-_TILES = (128, 1024)  # tokens that a kernel may take at once
-
-
-@st.composite
-def _wide_cases(draw: DrawFn, *, max_requests: int = 2, allow_filters: bool = False) -> VerifyCase:
-    """Trees of up to 70 nodes (siblings beyond a warp) over vocabularies beyond any block size.
-
-    Whole numbers of tiles, and one token over; in 16 bits rows are full of ties. A grammar may have masked
-    the first tiles, or all but a few tokens. The rows come from one drawn seed: thousands of drawn numbers
-    would be slow, and shrink no better.
-    """
-    vocab = draw(st.sampled_from([16, 257, 32, 1031, 256, 4099]), label="vocab")
-    dtype = draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"]), label="dtype")
-    order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else FILTER_ORDERS[0]
-    shapes = ["star", "chain", "random", "best-first"]
-    requests = []
-    for index in range(draw(st.integers(1, max_requests), label="requests")):
-        tree = draw(draft_trees(max_nodes=8 if index else 70, vocab_size=vocab, shapes=shapes))
-        rng = np.random.default_rng(draw(st.integers(0, 2**16), label="rows"))
-        peakedness = draw(st.sampled_from([1.0, 3.0, 8.0]), label="peakedness")
-        rows = (rng.standard_normal((len(tree), vocab)) * peakedness).astype(np.float32)
-        for node in range(1, len(tree)):  # drafts are likely tokens, so that walks go deep
-            rows[tree.parents[node], tree.token_ids[node]] += np.float32(2 * peakedness)
-        masked = draw(st.sampled_from(["nothing", "nothing", "first tiles", "nearly all"]), label="masked")
-        if masked == "first tiles":
-            rows[:, : max(tile for tile in (0, *_TILES) if tile < vocab)] = -np.inf
-        elif masked == "nearly all":
-            rows[:, rng.random(vocab) < 0.9] = -np.inf
-        rows[:, -1] = np.where(rows.max(axis=1) == -np.inf, 0, rows[:, -1])
-        if draw(st.booleans(), label="ties at the top?"):
-            for places in rng.integers(0, vocab, (2, len(tree))):
-                rows[np.arange(len(tree)), places] = rows.max(axis=1)
-        rows = round_rows(rows, dtype)
-        greedy = draw(st.integers(0, 4), label="greedy?") == 4
-        temperature = 0.0 if greedy else draw(temperatures(), label="temperature")
-        filters = draw(filters_for(rows, temperature)) if allow_filters else {}
-        coin = draw(coins())
-        requests.append(Request(tree, rows, temperature, _spread_coins(draw, len(tree)), coin, **filters))
-    return VerifyCase(requests=tuple(requests), rows_dtype=dtype, filter_order=order)
-
-
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
-    * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows, wide;
+    * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows;
       drawn (dyadic, few outcomes: for verifiers that draw their own coins);
       with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
-      filtered_batches, filtered_wide; filtered_roots, for which the law makes the filters; by another rule
-      than target-only: the keys of ``rule_strategies.RULE_CASES``; with processors: those of
-      ``processor_strategies.PROCESSOR_CASES``.
+      filtered_batches; filtered_roots, for which the law makes the filters; by another rule than
+      target-only: the keys of ``rule_strategies.RULE_CASES``; with processors: those of
+      ``processor_strategies.PROCESSOR_CASES``; over large vocabularies: of ``wide_strategies.WIDE_CASES``.
     """
     filtered: dict[str, Any] = {"max_nodes": 5, "min_vocab": 2, "allow_filters": True}
     strategies: dict[str, Any] = {
@@ -496,7 +440,6 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "chains": lambda: verify_cases(shapes=["chain"]),
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
         "bad_rows": _bad_row_cases,
-        "wide": _wide_cases,
         "drawn": lambda: verify_cases(
             kind="probs",
             max_requests=3,
@@ -511,14 +454,14 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "filtered_small": lambda: verify_cases(kind="probs", **{**filtered, "max_nodes": 4, "max_vocab": 6}),
         "filtered_logits": lambda: verify_cases(max_requests=2, **filtered),
         "filtered_batches": lambda: verify_cases(min_requests=2, max_requests=4, **filtered),
-        "filtered_wide": lambda: _wide_cases(max_requests=1, allow_filters=True),
     }
     if kind not in strategies:
         # Which are made of what is here.
         from treeconv.processor_strategies import PROCESSOR_CASES  # noqa: PLC0415
         from treeconv.rule_strategies import RULE_CASES  # noqa: PLC0415
+        from treeconv.wide_strategies import WIDE_CASES  # noqa: PLC0415
 
-        strategies |= RULE_CASES | PROCESSOR_CASES
+        strategies |= RULE_CASES | PROCESSOR_CASES | WIDE_CASES
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")
     strategy: SearchStrategy[VerifyCase] = strategies[kind]()

@@ -192,18 +192,16 @@ class Seeing(ReferenceBackend):
         return super().verify(batch, *call, **more)
 
 
+def captured(backend, **sizes):
+    """A runner of one bucket, of four requests."""
+    run = CudaGraphRunner(backend, batch_sizes=(4,), rows_dtype=torch.float32, device="cpu", **sizes)
+    run.capture()
+    return run
+
+
 def test_b61_replay_with_fewer_rows_forgets_old_positions():
     backend = Seeing()
-    run = CudaGraphRunner(
-        backend,
-        num_draft_tokens=1,
-        vocab_size=2,
-        depth_cap=1,
-        batch_sizes=(4,),
-        rows_dtype=torch.float32,
-        device="cpu",
-    )
-    run.capture()
+    run = captured(backend, num_draft_tokens=1, vocab_size=2, depth_cap=1)
     for prefixes, seen in (([50, 60, 70, 80], [50, 60, 70, 80]), ([5, 6], [5, 6, 0, 0])):
         size = len(prefixes)
         batch = to_verify_input([DraftTree([-1], [0])] * size, prefix_lens=prefixes)
@@ -213,16 +211,7 @@ def test_b61_replay_with_fewer_rows_forgets_old_positions():
 
 def test_b63_graph_eligibility_compares_requests_with_requests():
     """10 tokens of 2 requests fit into a graph of 4 requests; and the replay is the plain call."""
-    run = CudaGraphRunner(
-        "reference",
-        num_draft_tokens=5,
-        vocab_size=4,
-        depth_cap=5,
-        batch_sizes=(4,),
-        rows_dtype=torch.float32,
-        device="cpu",
-    )
-    run.capture()
+    run = captured("reference", num_draft_tokens=5, vocab_size=4, depth_cap=5)
     batch, rows = to_verify_input([DraftTree.chain([3, 1, 2, 3, 1])] * 2), torch.zeros(2, 5, 4)
     assert run.can_run(batch, rows)
     coins = still(2, 5, 0.3)

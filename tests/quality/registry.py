@@ -20,6 +20,7 @@ from treeconv.tree_laws import TREE_LAWS, tree_law_named
 MODULES = (
     "faults",
     "variant_faults",
+    "smuggled_faults",
     "rule_faults",
     "processor_faults",
     "processed_rule_faults",

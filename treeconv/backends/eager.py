@@ -116,7 +116,7 @@ class _LazyWalk:
         self._status = [RowStatus.OK] * size
 
     def run(self) -> VerifyOutput:
-        with torch.inference_mode():  # half the cost of a small operation is bookkeeping for gradients
+        with torch.inference_mode():  # spares each small operation its bookkeeping for gradients
             self._walk()
         return self._output()
 
@@ -153,7 +153,7 @@ class _LazyWalk:
     def _raw(self, requests: Sequence[int], nodes: list[int]) -> torch.Tensor:
         rows, slots = self._rows, self._rows.shape[1]
         if len(requests) == 1:
-            per_request, per_slot, per_token = rows.stride()
+            per_request, per_slot, per_token = rows.stride()  # one operation in the place of two
             start = rows.storage_offset() + requests[0] * per_request + nodes[0] * per_slot
             return rows.as_strided((1, self._vocab), (per_slot, per_token), start)
         if rows.stride(0) == slots * rows.stride(1):  # one index_select is far faster than two-way indexing
