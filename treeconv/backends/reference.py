@@ -65,24 +65,30 @@ def walk_request(
         path.append(children[place])
 
 
-def _processed(
-    row: NDArray[np.float32], processors: Processors, request: int, path: list[int], batch: VerifyInput
-) -> NDArray[np.float32]:
-    """The row at the end of a path after its request's processors."""
+def _processing(
+    processors: Processors, batch: VerifyInput
+) -> Callable[[NDArray[np.float32], int, list[int]], NDArray[np.float32]]:
+    """The function of a row, its request and the path that it ends that applies the request's processors."""
     penalties = processors.penalties
-    seen, values = [], {}
+    texts: list[list[int]] = []
+    amounts: dict[str, list[float]] = {}
     if penalties is not None:
-        committed = penalties.committed_tokens[request]
-        seen = [*committed[committed >= 0].tolist(), *batch.candidates[request, path].tolist()]
-        values = {name: getattr(penalties, name)[request].item() for name in PENALTIES}
-    bias, mask = processors.logit_bias, processors.token_bitmask
-    return processed_logits(
-        row,
-        seen,
-        **values,
-        logit_bias=None if bias is None else bias[request].numpy(),
-        token_bitmask=None if mask is None else mask[request, path[-1]].numpy(),
-    )
+        texts = [[token for token in text if token >= 0] for text in penalties.committed_tokens.tolist()]
+        amounts = {name: getattr(penalties, name).tolist() for name in PENALTIES}
+    tokens = batch.candidates.tolist()
+    bias = None if processors.logit_bias is None else processors.logit_bias.numpy()
+    mask = None if processors.token_bitmask is None else processors.token_bitmask.numpy()
+
+    def processed(row: NDArray[np.float32], request: int, path: list[int]) -> NDArray[np.float32]:
+        return processed_logits(
+            row,
+            [*texts[request], *(tokens[request][node] for node in path)] if texts else [],
+            **{name: values[request] for name, values in amounts.items()},
+            logit_bias=None if bias is None else bias[request],
+            token_bitmask=None if mask is None else mask[request, path[-1]],
+        )
+
+    return processed
 
 
 class ReferenceBackend:
@@ -109,13 +115,14 @@ class ReferenceBackend:
         processors: Processors | None = None,
     ) -> VerifyOutput:
         """Process each visited row, softmax it at its request's temperature, filter it, then walk."""
-        temperatures = temperature.tolist()
+        rows, temperatures = as_float_array(logits), temperature.tolist()
         cuts = filters.cuts() if filters else [Cuts()] * batch.batch_size
+        processed = None if processors is None else _processing(processors, batch)
 
         def law(request: int, path: list[int]) -> tuple[RowStatus, NDArray[np.float32]]:
-            row = as_float_array(logits[request, path[-1]]).astype(np.float32)
-            if processors is not None:
-                row = _processed(row, processors, request, path, batch)
+            row = rows[request, path[-1]].astype(np.float32)
+            if processed is not None:
+                row = processed(row, request, path)
             status = row_status(row)
             if status is not RowStatus.OK:
                 return status, row
@@ -133,10 +140,11 @@ class ReferenceBackend:
         rule: Rule | None = None,
     ) -> VerifyOutput:
         """Walk on the probabilities as they are, or filtered."""
+        rows = as_float_array(target_probs)
         cuts = filters.cuts() if filters else [Cuts()] * batch.batch_size
 
         def law(request: int, path: list[int]) -> tuple[RowStatus, NDArray[np.float32]]:
-            row = as_float_array(target_probs[request, path[-1]]).astype(np.float32)
+            row = rows[request, path[-1]].astype(np.float32)
             status = row_status(row, is_probs=True)
             return status, filtered_probs(row, cuts[request]) if status is RowStatus.OK else row
 
