@@ -23,7 +23,7 @@ from treeconv import (
 )
 from treeconv import verify as front_verify
 from treeconv import verify_probs as front_verify_probs
-from treeconv.backends import registry
+from treeconv.backends import eager, registry
 from treeconv.backends.base import Backend, BackendTraits, FunctionBackend
 from treeconv.backends.eager import EagerBackend
 from treeconv.backends.reference import ReferenceBackend
@@ -241,3 +241,12 @@ def test_equal_masses_of_a_large_vocabulary_add_up(name, peak, vocab):
     for final in (0.1, 0.5, 0.77, 0.9, 0.99):
         request = Request(DraftTree([-1], [0]), row, 1.0, np.array([0.5], np.float32), final)
         assert law_named("oracle-agreement").run(VerifyCase((request,)), backend)
+
+
+@pytest.mark.parametrize("law", ["oracle-agreement", "critical-coins", "match-rule"])
+def test_eager_is_right_where_masses_stay_torch_tensors(monkeypatch, law):
+    """On a device large weights are not brought to the host; here the same operations run on the CPU."""
+    monkeypatch.setattr(eager, "_hosted", lambda weights: weights)
+    outcome = suite.check_law(law_named(law), EagerBackend(), max_examples=60, seed=1, shrink=False)
+    assert outcome.cases == 60
+    assert outcome.broken is None

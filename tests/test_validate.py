@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -363,7 +365,39 @@ def test_many_valid_shapes_pass_both_checks():
                 sum(other == parents[node] for other in parents[:node]) for node in range(1, size)
             ]
             trees.append(DraftTree(parents, tokens))
-        assert check_verify_input(to_verify_input(trees, 13)) is None
+        assert check_verify_input(replace(to_verify_input(trees, 13))) is None  # a copy: not sealed
+
+
+@pytest.mark.parametrize("is_seen_by_torch", [True, False], ids=["torch", "numpy"])
+@pytest.mark.parametrize(
+    ("name", "node", "value", "message"),
+    [
+        ("candidates", 2, 5, "request 1, node 2: token 5 repeats a sibling's"),
+        ("candidates", 3, 8, "candidates[1, 3]=8, but must be in [0, 7]"),
+        ("retrieve_next_token", 3, 1, "request 1, node 1: reached twice"),
+        ("retrieve_next_sibling", 2, 9, "points at child 9"),
+    ],
+)
+def test_a_converted_batch_that_was_written_to_is_checked_anew(name, node, value, message, is_seen_by_torch):
+    """Its seal holds values: a write through NumPy's view, which torch does not count, breaks it too."""
+    batch = to_verify_input([TREE, TREE])
+    assert batch.is_sealed(10)
+    tensor = getattr(batch, name)
+    if is_seen_by_torch:
+        tensor[1, node] = value
+    else:
+        tensor.numpy()[1, node] = value
+    assert not batch.is_sealed()
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        verify(batch, ROWS, 1.0, COINS)
+
+
+def test_a_seal_covers_no_smaller_vocabulary_and_no_copy():
+    batch = to_verify_input([TREE, TREE])
+    assert [batch.is_sealed(size) for size in (9, 10, None)] == [False, True, True]
+    for other in (replace(batch), copy.copy(batch), copy.deepcopy(batch)):
+        assert not other.is_sealed()
+        assert all(map(torch.equal, vars(other).values(), vars(batch).values()))
 
 
 def test_cuda_style_batches_are_not_read_back():

@@ -186,6 +186,19 @@ def test_logits_that_require_grad_are_read_all_the_same(backend):
     assert same(want, got)
 
 
+def test_bias_and_draft_laws_that_require_grad_are_read_all_the_same(backend):
+    batch, coins = to_verify_input([TREE]), coins_for([TREE])
+    rows = rows_for([TREE])
+    laws = rows.softmax(-1)
+    for name, value, more in [
+        ("logit_bias", rows[:, 1], {}),
+        ("draft_probs", laws, {"rule": "recursive", "drafting": "sampled"}),
+    ]:
+        want = verify(batch, rows, 0.9, coins, backend=backend, **{name: value}, **more)
+        given = {name: value.clone().requires_grad_()}
+        assert same(want, verify(batch, rows, 0.9, coins, backend=backend, **given, **more))
+
+
 def test_inputs_are_not_written_to(backend):
     trees = [TREE, ROOT]
     batch, rows, coins = to_verify_input(trees), rows_for(trees), coins_for(trees)

@@ -118,14 +118,14 @@ def check_tensors(batch: VerifyInput) -> None:
 
     if not isinstance(batch, VerifyInput):
         raise InvalidArgument(f"batch={type(batch).__name__}, but must be a VerifyInput (to_verify_input)")
-    tensors = vars(batch)
-    for name, tensor in tensors.items():
+    shape: tuple[int, ...] = ()
+    for name, tensor in vars(batch).items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgument(f"{name}={type(tensor).__name__}, but must be a torch.Tensor")
-    shape, device = batch.candidates.shape, batch.device
-    if len(shape) != 2 or 0 in shape:
-        raise InvalidArgument(f"candidates.shape={tuple(shape)}, but must be [B, N] with B, N >= 1")
-    for name, tensor in tensors.items():
+        if name == "candidates":
+            shape, device = tensor.shape, tensor.device
+            if len(shape) != 2 or 0 in shape:
+                raise InvalidArgument(f"candidates.shape={tuple(shape)}, but must be [B, N] with B, N >= 1")
         want = shape[:1] if name == "prefix_lens" else shape
         if tensor.shape != want:
             raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {tuple(want)}")
@@ -143,7 +143,7 @@ def check_trees(batch: VerifyInput, vocab_size: int | None = None) -> None:
     The root's token is never tested, nor looked at. On a CUDA device nothing is read back, so that no call
     waits for it: convert with :func:`treeconv.to_verify_input`, which only makes valid batches.
     """
-    if not batch.candidates.is_cpu:
+    if not batch.candidates.is_cpu or batch.is_sealed(vocab_size):
         return
     # Small batches are checked faster one node at a time than with array operations.
     is_surely_valid = _is_surely_valid_small if batch.candidates.numel() <= 128 else _is_surely_valid
@@ -165,16 +165,19 @@ def _is_surely_valid_small(batch: VerifyInput, vocab_size: int | None) -> bool:
     for tokens, first, sibling in rows:
         if vocab_size is not None and (min(tokens) < 0 or max(tokens) >= vocab_size):
             return False
-        firsts = [child for child in first if child != -1]
-        pointed_at = firsts + [child for child in sibling if child != -1]
+        links = first + sibling
+        pointed_at = {*links}
+        pointed_at.discard(-1)
         if not pointed_at:
             continue
         # No slot is pointed at twice and the root never: nothing is reached twice.
-        if len(set(pointed_at)) < len(pointed_at) or min(pointed_at) < 1 or max(pointed_at) >= slots:
+        if len(pointed_at) + links.count(-1) < len(links) or min(pointed_at) < 1 or max(pointed_at) >= slots:
             return False
         if sibling[0] != -1:
             return False
-        for eldest in firsts:
+        for eldest in first:
+            if eldest == -1:
+                continue
             child = sibling[eldest]
             if child == -1:
                 continue
@@ -285,7 +288,7 @@ def check_rows(rows: Any, name: str, batch: VerifyInput, dtypes: tuple[str, ...]
         raise InvalidArgument(f"{name}.dtype={rows.dtype}, but must be one of {', '.join(dtypes)}")
     if rows.device != batch.device:
         raise InvalidArgument(f"{name}.device={rows.device}, but must be {batch.device}, the batch's device")
-    tensor: torch.Tensor = rows
+    tensor: torch.Tensor = rows.detach() if rows.requires_grad else rows
     return tensor
 
 
@@ -330,13 +333,13 @@ def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
     return values.to(torch.float32).expand(size).contiguous().to(batch.device)
 
 
-def _is_surely_in_0_1(array: NDArray[np.float32]) -> bool:
+def _are_surely_in_0_1(coins: torch.Tensor) -> bool:
     """Whether all are (False may also mean a -0.0): lists are faster while short, words of memory after."""
-    if array.size <= 128:
-        few = array.ravel().tolist()
-        return min(few) >= 0 and max(few) <= 1 and not math.isnan(sum(few))
+    if coins.numel() <= 128:
+        rows = coins.tolist() if coins.ndim == 2 else [coins.tolist()]
+        return all(min(row) >= 0 and max(row) <= 1 and not math.isnan(sum(row)) for row in rows)
     # The words of floats in [0, 1] are the integers up to 1.0's; others are greater.
-    return bool(array.view(np.uint32).max() <= _WORD_OF_ONE)
+    return bool(coins.numpy().view(np.uint32).max() <= _WORD_OF_ONE)
 
 
 def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
@@ -346,22 +349,22 @@ def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
     if not (hasattr(coins, "accept") and hasattr(coins, "final")):
         raise InvalidArgument(f"coins={type(coins).__name__}, but must be Coins(accept=[B, N], final=[B])")
     checked = {}
-    for name, want in (("accept", tuple(batch.candidates.shape)), ("final", (batch.batch_size,))):
+    shape = batch.candidates.shape
+    for name, want in (("accept", shape), ("final", shape[:1])):
         values = getattr(coins, name)
         if not isinstance(values, torch.Tensor):
-            values = _to_tensor(values, f"coins.{name}", str(want), batch.device)
+            values = _to_tensor(values, f"coins.{name}", str(tuple(want)), batch.device)
         if values.shape != want:
-            raise InvalidArgument(f"coins.{name}.shape={tuple(values.shape)}, but must be {want}")
+            raise InvalidArgument(f"coins.{name}.shape={tuple(values.shape)}, but must be {tuple(want)}")
         if values.dtype is not torch.float32:
             raise InvalidArgument(f"coins.{name}.dtype={values.dtype}, but must be torch.float32")
         if values.device != batch.device:
             raise InvalidArgument(f"coins.{name}.device={values.device}, but must be {batch.device}")
-        if values.is_cpu:
-            array = np.ascontiguousarray(values.numpy())
-            if not _is_surely_in_0_1(array) and not ((array >= 0) & (array <= 1)).all():
-                outside = array[~((array >= 0) & (array <= 1))]
+        if values.is_cpu and not _are_surely_in_0_1(values):
+            outside = values[~((values >= 0) & (values <= 1))]
+            if len(outside):
                 raise InvalidArgument(
-                    f"coins.{name} holds {float(outside.flat[0])!r}, but must be in [0, 1)"
+                    f"coins.{name} holds {float(outside[0])!r}, but must be in [0, 1)"
                     " (1.0 from a rounding generator is tolerated)"
                 )
         checked[name] = values.contiguous()
@@ -398,9 +401,9 @@ def check_filters(
     size = batch.batch_size
     if order not in FILTER_ORDERS:
         raise InvalidArgument(f"filter_order={order!r}, but must be 'sequential' or 'joint'")
-    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    if all(value is None for value in given.values()):
+    if top_k is None and top_p is None and min_p is None:
         return None
+    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     on_device: dict[str, Any] = {
         name: value
         for name, value in given.items()

@@ -66,7 +66,7 @@ def _array(
         raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
     if tensor.device != device:
         raise InvalidArgument(f"{name}.device={tensor.device}, but must be {device}, the batch's device")
-    return tensor
+    return tensor.detach()
 
 
 def _penalties(batch: VerifyInput, given: Mapping[str, Any], committed_tokens: Any) -> Penalties | None:

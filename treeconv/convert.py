@@ -132,7 +132,8 @@ def to_verify_input(
         "positions": _depths(parents) + prefix[:, None],
         "prefix_lens": prefix,
     }
-    return VerifyInput(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
+    made = VerifyInput(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+    return made.seal() if torch.device(device).type == "cpu" else made.to(device)
 
 
 def to_draft_trees(verify_input: VerifyInput) -> list[DraftTree]:

@@ -220,8 +220,18 @@ class Coins:
     final: Any
 
 
+class _Sealed:
+    """Room for a batch's seal outside ``vars``, which holds the tensors alone; a copy is not sealed."""
+
+    __slots__ = ("_seal",)
+    _seal: tuple[tuple[Any, ...], int]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+
 @dataclass(frozen=True)
-class VerifyInput:
+class VerifyInput(_Sealed):
     """A batch of draft trees in EAGLE's first-child / next-sibling layout, padded to N slots.
 
     The tensors that SGLang's ``tree_speculative_sampling_target_only`` takes, under SGLang's names.
@@ -262,6 +272,23 @@ class VerifyInput:
     def device(self) -> torch.device:
         """Where the tensors live."""
         return self.candidates.device
+
+    def _layout(self) -> tuple[Any, ...]:
+        """Tokens and pointers by value: tensors can be written to, also where no version counter sees it."""
+        tensors = (self.candidates, self.retrieve_next_token, self.retrieve_next_sibling)
+        return self.candidates.shape, *[tensor.numpy().tobytes() for tensor in tensors]
+
+    def seal(self) -> VerifyInput:
+        """Note that these are trees, as whoever made them from :class:`DraftTree`s knows. On the CPU."""
+        object.__setattr__(self, "_seal", (self._layout(), int(self.candidates.max())))
+        return self
+
+    def is_sealed(self, vocab_size: int | None = None) -> bool:
+        """Whether tokens and pointers are still those sealed, and in the vocabulary, if one is given."""
+        layout, greatest = getattr(self, "_seal", (None, 0))
+        if layout is None or (vocab_size is not None and greatest >= vocab_size):
+            return False
+        return bool(layout == self._layout())
 
     def to(self, device: torch.device | str) -> VerifyInput:
         """The same batch on another device."""

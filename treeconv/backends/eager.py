@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ _BLOCK = 256  # elements of a blocked sum: short enough to be accurate, long eno
 _FEW = 2**20  # masses that go to the host at once
 _SHORTLIST = 1024  # tokens among which a filter's cut is looked for first
 _LARGEST_RECIPROCAL = 2.0**126  # between this and its reciprocal both are normal float32 numbers
+_PLAIN = Rule()
 
 
 class EagerBackend:
@@ -91,8 +92,8 @@ class _LazyWalk:
         rule: Rule | None,
         processors: Processors | None = None,
     ) -> None:
-        self._rule = rule or Rule()
-        self._rows = rows.detach() if rows.requires_grad else rows
+        self._rule = rule or _PLAIN
+        self._rows = rows
         self._processors = processors
         self._seen: list[Counter[int]] = []  # per request, what penalties have seen of its path so far
         if processors is not None and processors.penalties is not None:
@@ -116,11 +117,6 @@ class _LazyWalk:
         self._status = [RowStatus.OK] * size
 
     def run(self) -> VerifyOutput:
-        with torch.inference_mode():  # spares each small operation its bookkeeping for gradients
-            self._walk()
-        return self._output()
-
-    def _walk(self) -> None:
         walking = list(range(len(self._paths)))
         while walking and self._rule.name != "target_only":
             walking = self._step_by_rule(walking)
@@ -131,6 +127,7 @@ class _LazyWalk:
             walking = self._step_greedy(greedy) if greedy else []
             if sampled:
                 walking += self._step_sampled(sampled)
+        return self._output()
 
     def _children(self, request: int) -> list[int]:
         """The children to test at the request's current node: none once the depth cap is reached."""
@@ -355,19 +352,22 @@ class _LazyWalk:
             for lane, kids in enumerate(children)
             for kid in kids
         ]
-        masses = _masses(weights, drafted)
-        sums = _block_sums(weights)
+        # What is left is each residual, in case that no child is accepted.
         laws = _hosted(weights)
+        masses = _take_out(laws, drafted)
+        sums = _block_sums(weights)
+        totals = np.add.reduce(sums, axis=1).tolist()
         walking, place = [], 0
         for lane, (request, kids) in enumerate(zip(requests, children, strict=True)):
             coin = self._accept_coins[request][self._paths[request][-1]] * self._rule.threshold_acc
             # Probabilities that no filter touched are compared as they are.
             is_law = self._temperatures is None and not self._is_filtered[request]
-            total = 1.0 if is_law else float(np.add.reduce(sums[lane], dtype=np.float64))
+            own = masses[place : place + len(kids)]
+            total = 1.0 if is_law else totals[lane] + sum(own)
             accepted, last_with_mass, acc = -1, -1, 0.0
             single = self._rule.threshold_single if self._rule.threshold_single < 1 else math.inf
-            for kid, mass in zip(kids, masses[place : place + len(kids)], strict=True):
-                acc = float(np.float32(acc + mass / total))  # float32, as everyone sums
+            for kid, mass in zip(kids, own, strict=True):
+                acc += mass / total
                 if mass > 0:
                     last_with_mass = kid
                     if coin < acc or mass / total >= single:
@@ -375,9 +375,8 @@ class _LazyWalk:
                         break
             place += len(kids)
             if accepted < 0:
-                rejected = [self._tokens[request][kid] for kid in kids]
                 final = self._final_coins[request]
-                self._bonus[request] = _draw_bonus(laws[lane], sums[lane], rejected, final)
+                self._bonus[request] = _draw_bonus(laws[lane], sums[lane], final)
                 if self._bonus[request] >= 0:
                     continue
                 # The children cover the support (rounding, or a coin of 1): the last one takes the rest.
@@ -397,7 +396,7 @@ class _LazyWalk:
                 p = torch.zeros_like(p)
                 p[top] = 1
             elif self._temperatures is not None or self._is_filtered[request]:
-                p = p / float(np.add.reduce(_block_sums(p), dtype=np.float64))
+                p = p / float(_block_sums(p).sum())
             children = self._children(request)
             tokens = [self._tokens[request][child] for child in children]
             place, coin = -1, self._final_coins[request]
@@ -409,7 +408,7 @@ class _LazyWalk:
                 coins = [self._accept_coins[request][slot] for slot in slots]
                 place, p = accept_by_ratio(p, self._rule.draft_probs[request, node], tokens, coins)
             if place < 0:
-                bonus = _draw_bonus(_hosted(p), _block_sums(p), [], coin)
+                bonus = _draw_bonus(_hosted(p), _block_sums(p), coin)
                 if self._rule.name != "draw_and_match" or bonus not in tokens:
                     self._bonus[request] = bonus
                     continue
@@ -420,17 +419,18 @@ class _LazyWalk:
 
     def _output(self) -> VerifyOutput:
         size, slots = self._rows.shape[:2]
-        accept_index = np.full((size, self._depth_cap), -1, np.int32)
-        counts = np.zeros(size, np.int32)
-        predicts = np.full((size, slots), -1, np.int32)
+        accept_index: list[list[int]] = []
+        predicts, counts = [-1] * (size * slots), [0] * size
         for request, path in enumerate(self._paths):
-            if self._status[request] is not RowStatus.OK:
-                continue
-            tokens = [self._tokens[request][node] for node in path[1:]]
-            accept_index[request, : len(path)] = [request * slots + node for node in path]
-            predicts[request, path] = [*tokens, self._bonus[request]]
-            counts[request] = len(path) - 1
-        arrays = (accept_index, counts, predicts.ravel(), np.array(self._status, np.int32))
+            places = []
+            if self._status[request] is RowStatus.OK:
+                counts[request] = len(path) - 1
+                places = [request * slots + node for node in path]
+                tokens = [self._tokens[request][node] for node in path[1:]]
+                for place, token in zip(places, [*tokens, self._bonus[request]], strict=True):
+                    predicts[place] = token
+            accept_index.append(places + [-1] * (self._depth_cap - len(places)))
+        arrays = (np.array(values, np.int32) for values in (accept_index, counts, predicts, self._status))
         output = map(torch.from_numpy, arrays)
         return VerifyOutput(*(output if self._rows.is_cpu else (one.to(self._rows.device) for one in output)))
 
@@ -440,54 +440,46 @@ def _hosted(weights: torch.Tensor) -> torch.Tensor | NDArray[np.float32]:
     return weights.numpy() if weights.is_cpu else weights
 
 
-def _masses(weights: torch.Tensor, places: list[int]) -> list[float]:
-    """Single masses by their places in the flattened weights."""
-    if weights.is_cpu and len(places) < 100:
-        of = weights.numpy().item
-        return [of(place) for place in places]
-    return _fetch(_hosted(weights.view(-1)), places).tolist() if places else []
+def _take_out(laws: torch.Tensor | NDArray[np.float32], places: list[int]) -> list[float]:
+    """The masses at these places of the flattened laws, which then hold none there."""
+    if not places:
+        return []
+    if isinstance(laws, np.ndarray):
+        masses: list[float] = laws.take(places).tolist()
+        laws.put(places, 0.0)
+    else:
+        flat, index = laws.view(-1), torch.tensor(places, device=laws.device)
+        masses = flat[index].tolist()
+        flat[index] = 0.0
+    return masses
 
 
-def _fetch(values: torch.Tensor | NDArray[np.float32], places: list[int]) -> NDArray[np.float32]:
-    """A copy of ``values[places]`` on the host."""
-    if isinstance(values, np.ndarray):
-        return values[places]
-    return values[torch.tensor(places, device=values.device)].cpu().numpy()
+def _block_sums(laws: torch.Tensor) -> NDArray[np.float64]:
+    """The sums of each ``_BLOCK`` masses, ``[..., blocks]``, on the host; torch adds them up in float32."""
+    sums = torch.sum(laws.view(*laws.shape[:-1], -1, _BLOCK), -1).cpu().numpy()
+    return sums.astype(np.float64)  # at once: cheaper than in each operation to come
 
 
-def _block_sums(laws: torch.Tensor) -> NDArray[np.float32]:
-    """The sums of each ``_BLOCK`` masses, ``[..., blocks]``, on the host."""
-    sums = torch.sum(laws.view(*laws.shape[:-1], -1, _BLOCK), -1)
-    return sums.cpu().numpy()
+def _draw_bonus(law: torch.Tensor | NDArray[np.float32], sums: NDArray[np.float64], coin: float) -> int:
+    """Smallest t with ``cumsum(law)(t) > coin * sum(law)``; else the last t of positive mass; else -1.
 
-
-def _draw_bonus(
-    law: torch.Tensor | NDArray[np.float32], sums: NDArray[np.float32], rejected: list[int], coin: float
-) -> int:
-    """Smallest t with ``cumsum(residual)(t) > coin * sum(residual)``; else the last t of positive mass.
-
-    Two levels: the block, then the place in it. torch summed each block; the host adds blocks, and the
-    masses of one, in float64. -1 where the residual is empty. The rejected are taken out of ``law`` and
-    ``sums`` themselves.
+    Two levels: the block, then the place in it; both in float64 on the host.
     """
-    blocks = law.reshape(-1, _BLOCK)
-    if rejected:
-        law[rejected] = 0.0
-        touched = list({token // _BLOCK for token in rejected})
-        sums[touched] = _fetch(blocks, touched).sum(axis=1)
-    ends = np.add.accumulate(sums, dtype=np.float64)
+    ends = np.add.accumulate(sums)
     total = float(ends[-1])
     if not total > 0:
         return -1
     block = _first_above(ends, coin * total, sums)
-    masses = _fetch(blocks, [block])[0]
-    inside = np.add.accumulate(masses, dtype=np.float64)
+    masses = law[block * _BLOCK : (block + 1) * _BLOCK]
+    if not isinstance(masses, np.ndarray):
+        masses = masses.cpu().numpy()
+    inside = np.add.accumulate(masses.astype(np.float64))
     if block:
         inside += ends[block - 1]
     return block * _BLOCK + _first_above(inside, coin * total, masses)
 
 
-def _first_above(sums: NDArray[np.float64], target: float, masses: NDArray[np.float32]) -> int:
+def _first_above(sums: NDArray[np.float64], target: float, masses: NDArray[np.floating[Any]]) -> int:
     """First place whose running sum exceeds the target; else the last place of positive mass."""
     place = int(sums.searchsorted(target, side="right"))
     return place if place < len(sums) else int(np.flatnonzero(masses)[-1])
