@@ -8,71 +8,37 @@ the low bits that say nothing in the rows' dtype, a *unit*. Units and values are
 decision about who is above whom is exact.
 
 **Finding it.** What a chunk publishes for its law, its maximum and its sum, bounds every other token's mass
-in it. Where the kept tokens are a few chunks' maxima and nothing else can be in between, as in a row that is
-sure of itself, that is all it takes. Otherwise all programs search together: the cut is the lowest unit ``t``
-with fewer than k tokens, and less mass than top-p's share, above it. In a round each chunk publishes how many
-tokens (six thresholds) or how much mass (three) it has above some units, and the interval shrinks sevenfold
-or fourfold. All of it is decided in float64, on sums of float32 in a fixed order: exact on dyadic
-probabilities, the same for any number of programs.
+in it. That is enough where the kept tokens are a few chunks' maxima and nothing else can be in between, or
+where no decision depends on what else is kept, as in a row that is sure of itself: :mod:`.listed_cuts`.
+Otherwise, here, all programs search together: the cut is the lowest unit ``t`` with fewer than k tokens, and
+less mass than top-p's share, above it. In a round each chunk publishes how many tokens (six thresholds) or
+how much mass (three) it has above some units, and the interval shrinks sevenfold or fourfold. All of it is
+decided in float64, on sums of float32 in a fixed order: exact on dyadic probabilities, the same for any
+number of programs.
 
 Masses are relative to the row's maximum, or probabilities as they are.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
+from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.published_words import as_float, publish, row_words, settled
-from treeconv.kernels.row_chunks import chunk_weight, ordered, slow_mass, total, unordered
+from treeconv.kernels.row_chunks import total, unordered
 from treeconv.kernels.row_values import fetch, read, values
 from treeconv.kernels.sibling_lists import siblings, without
 
-__all__ = ["find_cut", "is_kept", "rest_of_cut", "unit_shift"]
+__all__ = ["find_cut", "rest_of_cut"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
-_LOW = tl.constexpr(-0x80000000)  # below every unit
-_LOWEST = tl.constexpr(-0x7F800000)  # the key of the lowest finite float32
-_SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of masses and of their sums
-_LISTED = tl.constexpr(8)  # chunk maxima that are looked at one by one
 _BLOCK = tl.constexpr(1024)  # tokens at a time, where speed is not all
 _COUNT = tl.constexpr(0)  # stages of a search: for top-k's cut,
 _FIRST_K = tl.constexpr(1)  # for the mass of the first k tokens,
 _WEIGH = tl.constexpr(2)  # for top-p's cut,
 _LAST = tl.constexpr(3)  # and for what is above the cut and at it
 _DONE = tl.constexpr(4)
-
-
-def unit_shift(dtype: torch.dtype) -> int:
-    """Low bits of a float32's ordered key that say nothing where it was converted from this dtype."""
-    return {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
-
-
-@triton.jit
-def _unit(x, SHIFT: tl.constexpr):
-    return ordered(x + 0.0) >> SHIFT
-
-
-@triton.jit
-def _value(unit, SHIFT: tl.constexpr):
-    return unordered((unit << SHIFT) | tl.where(unit < 0, (1 << SHIFT) - 1, 0))
-
-
-@triton.jit
-def _mass(x, top, before, after, rate, PROBS: tl.constexpr, PTX: tl.constexpr):
-    if PROBS:
-        mass = x
-    else:
-        mass = slow_mass(x, top, before, after, rate, PTX)
-    return mass
-
-
-@triton.jit
-def is_kept(x, token, cut, cut_id, SHIFT: tl.constexpr):
-    """Whether tokens of these logits, or probabilities, are kept."""
-    unit = _unit(x, SHIFT)
-    return (unit > cut) | ((unit == cut) & (token <= cut_id))
 
 
 @triton.jit
@@ -105,8 +71,8 @@ def _publish_tails(
         fetched = fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC)
         for block in range(CHUNK // BLOCK):
             x = values(fetched, row, index, VEC).to(tl.float32)
-            unit = _unit(x, SHIFT)
-            mass = _mass(x, top, before, after, rate, PROBS, PTX)
+            unit = unit_of(x, SHIFT)
+            mass = mass_of(x, top, before, after, rate, PROBS, PTX)
             index += BLOCK
             fetched = fetch(row, chunk * CHUNK + (block + 1) * BLOCK, index, V, NO_MASS, VEC)
             if stage == _COUNT:
@@ -152,195 +118,123 @@ def _nth_tie(row, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr):
     """The id of a chunk's nth token at the cut, from 1."""
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     x = read(row, index, index < V, float("nan")).to(tl.float32)
-    tie = tl.where((_unit(x, SHIFT) == cut) & (x == x), 1, 0)
+    tie = tl.where((unit_of(x, SHIFT) == cut) & (x == x), 1, 0)
     return tl.min(tl.where((tie == 1) & (tl.cumsum(tie, 0) == nth), index, _BIG), 0)
 
 
 @triton.jit
 def find_cut(
-    row, words_ptr, epoch, step, rank, programs, V, top_key, top_k, top_p, min_p, temperature, before,
-    after,
-    rate, limit, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
+    row, words_ptr, epoch, step, rank, programs, V, top_key, top_k, top_p, units, goal, floor, depth, before,
+    after, rate, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
     SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Where the filters cut a row whose words are published.
+    """Where the filters cut a row, by a search of all programs; ``units`` to ``depth`` are the list's.
 
     Returns the cut's unit, how many tokens at it are kept, the last one's id (or a higher one that is no
-    tie), the mass that is kept, whether every kept token is its chunk's maximum, and the step.
+    tie), the mass that is kept, and the step.
     """
     place = tl.arange(0, 64)
-    keys, sums, _ = settled(row_words(words_ptr, step), epoch + step, chunks)
-    keys = tl.where(place < chunks, keys, _LOW)
-    units = tl.where(place < chunks, keys >> SHIFT, _LOW)
     top = unordered(top_key)
-    if PROBS:
-        peaks = tl.where(keys > 0, unordered(keys), 0.0)
-        masses = as_float(sums)
-    else:
-        peaks = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
-        peaks = tl.where(place < chunks, peaks, 0.0)
-        masses = as_float(sums) * peaks
-    row_sum = tl.sum(masses, 0)
-    # No token of a chunk but its maximum has more mass than this.
-    others = tl.maximum(masses - peaks, 0.0) + masses * _SLACK
     top_unit = top_key >> SHIFT
     share = top_p.to(tl.float64)
-    goal = tl.where(top_p < 1.0, share * row_sum.to(tl.float64), float("inf"))
     limited = top_k < V
-    if PROBS:
-        least = top.to(tl.float64) * min_p.to(tl.float64)
-        least_mass = least
-        floor = tl.full([], 1, tl.int32)
-        depth = floor
-    else:
-        least_mass = min_p.to(tl.float64)
-        least = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64))
-        floor = tl.full([], _LOWEST >> SHIFT, tl.int32)
-        # Beyond 88 temperatures below the maximum a mass is zero.
-        depth = _unit(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
-    single = least.to(tl.float32)
-    key = ordered(single + 0.0) + tl.where(single.to(tl.float64) < least, 1, 0)
-    floor = tl.maximum(floor, (key + tl.where(key < 0, 0, (1 << SHIFT) - 1)) >> SHIFT)
-
-    # 1. the largest tokens one by one, as long as each is its chunk's maximum
-    ahead = units
-    taken = 0
-    kept = tl.zeros([], tl.float64)
-    kept_before = kept
     cut = top_unit
     cut_ties = 0
-    chunk = 0
-    mass = kept  # of the last
-    hidden = tl.zeros([], tl.float32)  # no other token of those chunks has more mass
-    found = 0
-    looking = 1
-    while looking == 1:
-        following = tl.max(ahead, 0)
-        bound = hidden.to(tl.float64) * (1.0 + 2.0 * _SLACK)
-        below = (following < floor) & (bound < least_mass)
-        if (taken > 0) & ((taken >= top_k) | (kept >= goal) | below):
-            looking = 0
-            # In the sequential order top-p's share is of the first k: this much of it is known.
-            sure = True
-            if not JOINT:
-                sure = (not limited) | (top_p >= 1.0) | (kept_before < share * kept)
-            found = tl.where((bound < mass) & sure, 1, 0)
-        else:
-            chunk = tl.min(tl.where(ahead == following, place, _BIG), 0)
-            here = place == chunk
-            mass = tl.sum(tl.where(here, peaks, 0.0), 0).to(tl.float64)
-            if (bound >= mass) | (taken == _LISTED) | (following < floor):
-                looking = 0
+    cut_id = _BIG
+    kept = tl.zeros([], tl.float64)
+    low = tl.maximum(floor, depth)
+    high = top_unit
+    stage = _LAST
+    if top_p < 1.0:
+        stage = _WEIGH
+    if limited:
+        stage = _COUNT
+        if not JOINT:  # top-p's share is of the first k, whatever min-p leaves of them
+            low = tl.where(top_p < 1.0, depth, low)
+        low = _kth(units, top_k, low, high)
+    while stage != _DONE:
+        if (stage == _COUNT) & (low >= high):
+            if top_p < 1.0:
+                high = top_unit
+                stage = _WEIGH if JOINT else _FIRST_K
             else:
-                kept_before = kept
-                kept += mass
-                cut_ties = tl.where(following == cut, cut_ties + 1, 1)
-                cut = following
-                taken += 1
-                hidden = tl.maximum(hidden, tl.max(tl.where(here, others, 0.0), 0))
-                ahead = tl.where(here, _LOW, ahead)
-    cut_id = chunk * CHUNK + CHUNK - 1
-
-    # 2. a search of all programs
-    if found == 0:
-        low = tl.maximum(floor, depth)
-        high = top_unit
-        stage = _LAST
-        if top_p < 1.0:
-            stage = _WEIGH
-        if limited:
-            stage = _COUNT
-            if not JOINT:  # top-p's share is of the first k, whatever min-p leaves of them
-                low = tl.where(top_p < 1.0, depth, low)
-            low = _kth(units, top_k, low, high)
-        while stage != _DONE:
-            if (stage == _COUNT) & (low >= high):
-                if top_p < 1.0:
-                    high = top_unit
-                    stage = _WEIGH if JOINT else _FIRST_K
-                else:
-                    stage = _LAST
-            if (stage == _WEIGH) & (low >= high):
                 stage = _LAST
-            step += 1
-            tag = epoch + step
-            words = row_words(words_ptr, step)
-            span = tl.where((stage == _COUNT) | (stage == _WEIGH), high.to(tl.int64) - low, 0)
-            _publish_tails(
-                row, words, tag, rank, programs, V, low, span, stage, top, before, after, rate,
-                chunks, CHUNK, THREADS, VEC, SHIFT, PROBS, PTX,
-            )  # fmt: skip
-            first, second, third = settled(words, tag, chunks)
-            if stage == _COUNT:
+        if (stage == _WEIGH) & (low >= high):
+            stage = _LAST
+        step += 1
+        tag = epoch + step
+        words = row_words(words_ptr, step)
+        span = tl.where((stage == _COUNT) | (stage == _WEIGH), high.to(tl.int64) - low, 0)
+        _publish_tails(
+            row, words, tag, rank, programs, V, low, span, stage, top, before, after, rate,
+            chunks, CHUNK, THREADS, VEC, SHIFT, PROBS, PTX,
+        )  # fmt: skip
+        first, second, third = settled(words, tag, chunks)
+        if stage == _COUNT:
+            start = low
+            for which in tl.static_range(6):
+                word = first if which < 2 else (second if which < 4 else third)
+                count = tl.sum((word >> (16 * (which % 2))) & 0xFFFF, 0)
+                low, high = _narrowed(low, high, _threshold(start, span, which, 6), count < top_k)
+        else:
+            if stage == _WEIGH:
                 start = low
-                for which in tl.static_range(6):
-                    word = first if which < 2 else (second if which < 4 else third)
-                    count = tl.sum((word >> (16 * (which % 2))) & 0xFFFF, 0)
-                    low, high = _narrowed(low, high, _threshold(start, span, which, 6), count < top_k)
+                for which in tl.static_range(3):
+                    word = first if which == 0 else (second if which == 1 else third)
+                    mass = tl.sum(as_float(word), 0).to(tl.float64)
+                    low, high = _narrowed(low, high, _threshold(start, span, which, 3), mass < goal)
+                low = tl.minimum(low, high)  # if rounding orders two sums the other way
             else:
-                if stage == _WEIGH:
-                    start = low
-                    for which in tl.static_range(3):
-                        word = first if which == 0 else (second if which == 1 else third)
-                        mass = tl.sum(as_float(word), 0).to(tl.float64)
-                        low, high = _narrowed(low, high, _threshold(start, span, which, 3), mass < goal)
-                    low = tl.minimum(low, high)  # if rounding orders two sums the other way
+                mass_above = tl.sum(as_float(first), 0).to(tl.float64)
+                ties = third >> 16
+                all_ties = tl.sum(ties, 0)
+                each = mass_of(value_of(low, SHIFT), top, before, after, rate, PROBS, PTX).to(tl.float64)
+                cut_ties = tl.minimum(all_ties, top_k - tl.sum(third & 0xFFFF, 0))
+                if stage == _FIRST_K:
+                    goal = share * (mass_above + cut_ties.to(tl.float64) * each)
+                    low = tl.maximum(low, floor)
+                    stage = _WEIGH
                 else:
-                    mass_above = tl.sum(as_float(first), 0).to(tl.float64)
-                    ties = third >> 16
-                    all_ties = tl.sum(ties, 0)
-                    each = _mass(_value(low, SHIFT), top, before, after, rate, PROBS, PTX).to(tl.float64)
-                    cut_ties = tl.minimum(all_ties, top_k - tl.sum(third & 0xFFFF, 0))
-                    if stage == _FIRST_K:
-                        goal = share * (mass_above + cut_ties.to(tl.float64) * each)
-                        low = tl.maximum(low, floor)
-                        stage = _WEIGH
-                    else:
-                        cut = low
-                        if (top_p < 1.0) & (each > 0.0):  # a tie is kept if less than the goal is before it
-                            room = tl.maximum(tl.ceil((goal - mass_above) / each), 1.0)
-                            cut_ties = tl.minimum(cut_ties.to(tl.float64), room).to(tl.int32)
-                        kept = mass_above + cut_ties.to(tl.float64) * each
-                        cut_id = _BIG
-                        if cut_ties < all_ties:
-                            earlier = tl.cumsum(ties, 0) - ties
-                            chunk = tl.max(tl.where(earlier < cut_ties, place, 0), 0)
-                            nth = cut_ties - tl.sum(tl.where(place == chunk, earlier, 0), 0)
-                            cut_id = _nth_tie(row, chunk, cut, nth, V, CHUNK, SHIFT)
-                        stage = _DONE
-    return cut, cut_ties, cut_id, kept.to(tl.float32), found, step
+                    cut = low
+                    if (top_p < 1.0) & (each > 0.0):  # a tie is kept if less than the goal is before it
+                        room = tl.maximum(tl.ceil((goal - mass_above) / each), 1.0)
+                        cut_ties = tl.minimum(cut_ties.to(tl.float64), room).to(tl.int32)
+                    kept = mass_above + cut_ties.to(tl.float64) * each
+                    cut_id = _BIG
+                    if cut_ties < all_ties:
+                        earlier = tl.cumsum(ties, 0) - ties
+                        chunk = tl.max(tl.where(earlier < cut_ties, place, 0), 0)
+                        nth = cut_ties - tl.sum(tl.where(place == chunk, earlier, 0), 0)
+                        cut_id = _nth_tie(row, chunk, cut, nth, V, CHUNK, SHIFT)
+                    stage = _DONE
+    return cut, cut_ties, cut_id, kept.to(tl.float32), step
 
 
 @triton.jit
 def rest_of_cut(
-    row, words_ptr, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id, listed, tested, coin, top,
-    before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
+    row, words_ptr, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id, tested, coin, top, before,
+    after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
     CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr,
     PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """What a cut row leaves for the bonus: its sum, ``coin``'s chunk, the mass before it; and the step.
 
     Without the children if they were ``tested``; ``tokens``, ``rest`` and ``left`` are their first block.
-    Where kept tokens are ``listed``, the last step's words are the row's own: they tell which chunks have
-    any.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     place = tl.arange(0, 64)
-    row_keys = row_words(words_ptr, step)
     step += 1
     tag = epoch + step
     words = row_words(words_ptr, step)
     for chunk in range(rank, chunks, programs):
         count = tl.zeros([_BLOCK], tl.int32)
         mass = tl.zeros([_BLOCK], tl.float32)
-        key = (tl.load(row_keys + chunk, volatile=True) >> 32).to(tl.int32)
-        width = tl.where((listed == 1) & ((key >> SHIFT) < cut), 0, CHUNK)
-        for start in range(chunk * CHUNK, chunk * CHUNK + width, _BLOCK):
+        for start in range(chunk * CHUNK, chunk * CHUNK + CHUNK, _BLOCK):
             index = start + tl.arange(0, _BLOCK)
             x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
-            unit = _unit(x, SHIFT)
+            unit = unit_of(x, SHIFT)
             count += tl.where(unit == cut, 1, 0)
-            above = tl.where(unit > cut, _mass(x, top, before, after, rate, PROBS, PTX), 0.0)
+            above = tl.where(unit > cut, mass_of(x, top, before, after, rate, PROBS, PTX), 0.0)
             if tested:
                 above, _ = without(
                     above, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, _BLOCK, JUMP, PTX
@@ -356,7 +250,7 @@ def rest_of_cut(
     more = tl.where(tested, 1, 0)
     while more == 1:
         child_x = read(row, tokens, tokens >= 0, NO_MASS).to(tl.float32)
-        at_cut = (tokens >= 0) & (tokens <= cut_id) & (_unit(child_x, SHIFT) == cut)
+        at_cut = (tokens >= 0) & (tokens <= cut_id) & (unit_of(child_x, SHIFT) == cut)
         token = tl.min(tl.where(at_cut, tokens, _BIG), 0)
         while token < _BIG:
             gone += tl.where(place == token // CHUNK, 1, 0)
@@ -367,7 +261,7 @@ def rest_of_cut(
 
     masses, ties, _ = settled(words, tag, chunks)
     kept_ties = tl.minimum(tl.maximum(cut_ties - (tl.cumsum(ties, 0) - ties), 0), ties)
-    each = _mass(_value(cut, SHIFT), top, before, after, rate, PROBS, PTX)
+    each = mass_of(value_of(cut, SHIFT), top, before, after, rate, PROBS, PTX)
     residual = as_float(masses) + (kept_ties - gone).to(tl.float32) * each
     residual_sum = tl.sum(residual, 0)
     prefix = tl.cumsum(residual, 0)

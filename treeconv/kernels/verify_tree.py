@@ -43,8 +43,11 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels import launch
+from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
-from treeconv.kernels.filter_cuts import find_cut, is_kept, rest_of_cut, unit_shift
+from treeconv.kernels.filter_cuts import find_cut, rest_of_cut
+from treeconv.kernels.filter_units import is_kept, unit_shift
+from treeconv.kernels.listed_cuts import list_largest, listed_rest
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
 from treeconv.kernels.row_chunks import (
     chunk_mass,
@@ -64,7 +67,6 @@ if TYPE_CHECKING:
 
 __all__ = ["INTERPRETED", "verify_tree"]
 
-_NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
 _BIG = tl.constexpr(1 << 30)  # above every token
 
 
@@ -174,7 +176,8 @@ def _verify_tree_kernel(
     cut = 0  # what a filter keeps of the last row: units above the cut, and at it tokens up to cut_id
     cut_ties = 0
     cut_id = 0
-    listed = 0
+    cut_chunk = 0
+    cut_base = 0.0
 
     active = 1
     while active == 1:
@@ -244,71 +247,78 @@ def _verify_tree_kernel(
                         weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
                         row_sums += masses_of(sums2, weight2)
                     row_sum = tl.sum(row_sums, 0)
-            if FILTERS:
-                if filtered:
-                    cut, cut_ties, cut_id, row_sum, listed, step = find_cut(
-                        row, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
-                        min_p,
-                        temperature, before, after, rate, limit, chunks, CHUNK, THREADS, VEC, SHIFT,
-                        FILTERS == 2,
-                        PROBS, PTX,
-                    )  # fmt: skip
 
-            # 2a. the children, in order
-            acc = 0.0
-            hit = _NEVER
-            last = -1  # the last child of positive mass
-            turned = 0  # whether these are no longer the first children
+            # 2a. the children, in order; of a filtered row whose mass is not known, as its bounds allow
             testing = tl.where(used < cap, 1, 0)
-            while testing == 1:
-                p = child_x.to(tl.float32)
-                if not PROBS:
-                    p = slow_mass(p, top, before, after, rate, PTX)
-                    p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
-                if FILTERS:
-                    kept = is_kept(child_x.to(tl.float32), tokens, cut, cut_id, SHIFT) | (not filtered)
-                    p = tl.where(kept, p, 0.0)
-                prefix = acc + tl.cumsum(p, 0)
-                packed = (lane << 10) | nodes
-                accepts = prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64)
-                hit = tl.min(tl.where((p > 0.0) & accepts, packed, _NEVER), 0)
-                testing = 0
-                if hit == _NEVER:
-                    block_last = tl.max(tl.where(p > 0.0, packed, -1), 0)
-                    last = tl.where(block_last >= 0, block_last & 0x3FF, last)
-                    if rest >= 0:
-                        testing = 1
-                        turned = 1
-                        acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
-                        nodes, tokens, rest, left = siblings(
-                            sibling_ptr, candidates_ptr, rest, left, N, V, JUMP
+            if FILTERS:
+                exact = 1
+                low_sum = row_sum
+                high_sum = row_sum
+                units = tl.zeros([64], tl.int32)
+                peaks = tl.zeros([64], tl.float32)
+                masses = peaks
+                goal = tl.zeros([], tl.float64)
+                floor = 0
+                depth = 0
+                if filtered:
+                    exact, cut, cut_ties, cut_id, low_sum, high_sum, units, peaks, masses, goal, floor, depth = (
+                        list_largest(
+                            words_ptr + 384 * b, epoch, step, V, top_key, top_k, top_p, min_p, temperature,
+                            before, after, rate, limit, chunks, CHUNK, SHIFT, FILTERS == 2, PROBS, PTX,
                         )
-                        child_x = read(row, tokens, tokens >= 0, NO_MASS)
+                    )  # fmt: skip
+                hit = NEVER
+                last = -1
+                listed = 1
+                deciding = 1
+                while deciding == 1:
+                    deciding = 0
+                    hit, last, unsure = first_accepted(
+                        child_x, nodes, tokens, rest, left, row, coin, low_sum, high_sum, exact, filtered, cut,
+                        cut_id, greedy, bonus, top, before, after, rate, testing, sibling_ptr, candidates_ptr,
+                        N, V, SHIFT, JUMP, PROBS, FILTERS, PTX,
+                    )  # fmt: skip
+                    if filtered & (listed == 1) & (hit == NEVER) & (unsure == 0):
+                        known, residual_sum, cut_chunk, cut_base, cut, cut_id = listed_rest(
+                            row, units, peaks, masses, exact, cut, cut_id, high_sum, used < cap,
+                            tl.load(final_ptr + b), tokens, rest, left, sibling_ptr, candidates_ptr,
+                            N, V, CHUNK, SHIFT, JUMP, PROBS,
+                        )  # fmt: skip
+                        unsure = 1 - known
+                    if unsure == 1:
+                        cut, cut_ties, cut_id, row_sum, step = find_cut(
+                            row, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
+                            units, goal, floor, depth, before, after, rate, chunks, CHUNK, THREADS, VEC, SHIFT,
+                            FILTERS == 2, PROBS, PTX,
+                        )  # fmt: skip
+                        low_sum = row_sum
+                        high_sum = row_sum
+                        exact = 1
+                        listed = 0
+                        deciding = 1
+                if filtered & (listed == 0) & (hit == NEVER):
+                    residual_sum, cut_chunk, cut_base, step = rest_of_cut(
+                        row, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id,
+                        used < cap, tl.load(final_ptr + b), top, before, after, rate, tokens, rest, left,
+                        sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP, PROBS, PTX,
+                    )  # fmt: skip
+            else:
+                hit, last, _ = first_accepted(
+                    child_x, nodes, tokens, rest, left, row, coin, row_sum, row_sum, 1, filtered, cut, cut_id,
+                    greedy, bonus, top, before, after, rate, testing, sibling_ptr, candidates_ptr, N, V, SHIFT,
+                    JUMP, PROBS, FILTERS, PTX,
+                )  # fmt: skip
 
             # 2b. accept, or end the walk
             chosen = hit & 0x3FF
-            if hit == _NEVER:
+            if hit == NEVER:
                 residual = masses_of(tl.where(used < cap, rests, sums), weight)
                 both = residual
                 if TWO:
                     residual2 = masses_of(tl.where(used < cap, rests2, sums2), weight2)
                     both = residual + residual2
-                residual_sum = tl.sum(both, 0)
-                cut_chunk = 0
-                cut_base = 0.0
-                if FILTERS:
-                    if filtered:
-                        if turned == 1:
-                            nodes, tokens, rest, left = siblings(
-                                sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
-                            )
-                        residual_sum, cut_chunk, cut_base, step = rest_of_cut(
-                            row, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties,
-                            cut_id,
-                            listed, used < cap, tl.load(final_ptr + b), top, before, after, rate, tokens,
-                            rest, left,
-                            sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP, PROBS, PTX,
-                        )  # fmt: skip
+                if not filtered:
+                    residual_sum = tl.sum(both, 0)
                 if greedy:
                     residual_sum = tl.where(last >= 0, 0.0, 1.0)
                 chosen = tl.where(residual_sum > 0.0, -1, last)
