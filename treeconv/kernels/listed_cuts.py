@@ -14,19 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.filter_units import is_kept, unit_of
+from treeconv.kernels.filter_units import unit_of
 from treeconv.kernels.published_words import as_float, row_words, settled
 from treeconv.kernels.row_chunks import chunk_weight, ordered, unordered
-from treeconv.kernels.row_values import read
-from treeconv.kernels.sibling_lists import siblings
 
-__all__ = ["list_largest", "listed_rest"]
+__all__ = ["list_largest"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 _NONE = tl.constexpr(0x7FFFFFFF)  # above every unit
 _LOW = tl.constexpr(-0x80000000)  # below every unit
 _LOWEST = tl.constexpr(-0x7F800000)  # the key of the lowest finite float32
-_SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of masses and of their sums
+_SLACK = tl.constexpr(2.0**-14)  # relative: far above the rounding of masses and of their sums
 _LISTED = tl.constexpr(8)  # tokens that are looked at one by one
 
 
@@ -40,13 +38,15 @@ def list_largest(
 
     Returns whether they are all that the filters keep; the unit of the last that surely is kept, how many
     are at it, and the highest id there; bounds of the kept mass, equal if it is known; per chunk the unit
-    and the mass of its maximum and the mass of all; and for the search top-p's goal, min-p's lowest unit,
-    and the lowest unit of any mass.
+    and the mass of its maximum, and the mass of all; and for the search, the units of the other half chunks'
+    maxima, top-p's goal, min-p's lowest unit, the lowest unit of any mass, and a unit that top-p's cut is not
+    below if its share is of the whole row.
     """
     place = tl.arange(0, 64)
-    keys, sums, _ = settled(row_words(words_ptr, step), epoch + step, chunks)
+    keys, sums, half_keys = settled(row_words(words_ptr, step), epoch + step, chunks)
     keys = tl.where(place < chunks, keys, _LOW)
     units = tl.where(place < chunks, keys >> SHIFT, _LOW)
+    half_units = tl.where(place < chunks, half_keys >> SHIFT, _LOW)
     top = unordered(top_key)
     if PROBS:
         peaks = tl.where(keys > 0, unordered(keys), 0.0)
@@ -72,6 +72,13 @@ def list_largest(
         floor = tl.full([], _LOWEST >> SHIFT, tl.int32)
         # Beyond 88 temperatures below the maximum a mass is zero.
         depth = unit_of(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
+    tail = depth
+    if not PROBS:
+        if top_p < 1.0:  # all V tokens at this mass would not be what top-p leaves out
+            mass = (1.0 - share) * row_sum.to(tl.float64) * (1.0 - 4.0 * _SLACK) / V
+            height = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(mass)
+            lowest = tl.maximum(height, -3.4028234663852886e38).to(tl.float32)
+            tail = tl.maximum(depth, unit_of(lowest, SHIFT) - 1)
     single = least.to(tl.float32)
     key = ordered(single + 0.0) + tl.where(single.to(tl.float64) < least, 1, 0)
     floor = tl.maximum(floor, (key + tl.where(key < 0, 0, (1 << SHIFT) - 1)) >> SHIFT)
@@ -130,59 +137,5 @@ def list_largest(
         low = sure_mass.to(tl.float32) * (1.0 - _SLACK)
         high = row_sum * (1.0 + _SLACK)
     cut_id = chunk * CHUNK + CHUNK - 1
-    return found, cut, cut_ties, cut_id, low, high, units, peaks, masses, goal, floor, depth
+    return found, cut, cut_ties, cut_id, low, high, units, peaks, masses, half_units, goal, floor, depth, tail
 
-
-@triton.jit
-def listed_rest(
-    row, units, peaks, masses, found, cut, cut_id, high_sum, tested, coin, tokens, rest, left, sibling_ptr,
-    candidates_ptr, N, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr,
-):  # fmt: skip
-    """What a row leaves for the bonus, from what :func:`list_largest` returned.
-
-    Without the children if they were ``tested``; ``tokens``, ``rest`` and ``left`` are their first block.
-    Returns whether the bonus is known; what is left, its mass, as far as it matters to it; ``coin``'s chunk
-    and the mass before it there; and the cut to draw under: the row's if that was ``found``, else one that
-    leaves the largest token alone.
-    """
-    NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    place = tl.arange(0, 64)
-    gone = tl.zeros([64], tl.int32)  # chunks whose listed token is a child: it is the chunk's maximum
-    more = tl.where(tested, 1, 0)
-    while more == 1:
-        child_x = read(row, tokens, tokens >= 0, NO_MASS).to(tl.float32)
-        listed = (tokens >= 0) & is_kept(child_x, tokens, cut, cut_id, SHIFT)
-        token = tl.min(tl.where(listed, tokens, _BIG), 0)
-        while token < _BIG:
-            gone = tl.where(place == token // CHUNK, 1, gone)
-            token = tl.min(tl.where(listed & (tokens > token), tokens, _BIG), 0)
-        more = tl.where(rest >= 0, 1, 0)
-        if more == 1:
-            _, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
-
-    listed = (units > cut) | ((units == cut) & (place * CHUNK <= cut_id))
-    residual = tl.where(listed & (gone == 0), peaks, 0.0)
-    residual_sum = tl.sum(residual, 0)
-    prefix = tl.cumsum(residual, 0)
-    over = (prefix.to(tl.float64) > coin.to(tl.float64) * residual_sum.to(tl.float64)) & (residual > 0.0)
-    chunk = tl.min(tl.where(over, place, _BIG), 0)
-    chunk = tl.where(chunk == _BIG, tl.max(tl.where(residual > 0.0, place, 0), 0), chunk)
-    base = tl.sum(tl.where(place == chunk - 1, prefix, 0.0), 0)
-    known = found
-    if found == 0:  # the largest token, if the coin falls on it however much else is kept, and wherever
-        largest = tl.max(units, 0)
-        chunk = tl.min(tl.where(units == largest, place, _BIG), 0)
-        here = place == chunk
-        peak = tl.sum(tl.where(here, peaks, 0.0), 0).to(tl.float64)
-        others = tl.maximum(masses - peaks, 0.0) + masses * _SLACK
-        before = tl.sum(tl.where(place < chunk, masses, tl.where(here, others, 0.0)), 0).to(tl.float64)
-        at_least = coin.to(tl.float64) * peak * (1.0 - _SLACK)
-        at_most = coin.to(tl.float64) * high_sum.to(tl.float64)
-        inside = (at_least > before * (1.0 + _SLACK)) & (at_most < peak * (1.0 - _SLACK))
-        left_over = tl.sum(tl.where(here & listed & (gone == 0), 1, 0), 0) == 1
-        known = tl.where(inside & left_over, 1, 0)
-        cut = tl.where(known == 1, largest, cut)
-        cut_id = tl.where(known == 1, _BIG, cut_id)
-        residual_sum = tl.where(known == 1, peak.to(tl.float32), residual_sum)
-        base = tl.where(known == 1, 0.0, base)
-    return known, residual_sum, chunk, base, cut, cut_id

@@ -45,9 +45,10 @@ import triton.language as tl
 from treeconv.kernels import launch
 from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
-from treeconv.kernels.filter_cuts import find_cut, rest_of_cut
+from treeconv.kernels.cut_rests import listed_rest, searched_rest
+from treeconv.kernels.filter_cuts import find_cut
 from treeconv.kernels.filter_units import is_kept, unit_shift
-from treeconv.kernels.listed_cuts import list_largest, listed_rest
+from treeconv.kernels.listed_cuts import list_largest
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
 from treeconv.kernels.row_chunks import (
     chunk_mass,
@@ -255,17 +256,23 @@ def _verify_tree_kernel(
                 low_sum = row_sum
                 high_sum = row_sum
                 units = tl.zeros([64], tl.int32)
+                half_units = units
+                ties = units
                 peaks = tl.zeros([64], tl.float32)
                 masses = peaks
+                above = peaks
+                above_rest = peaks
                 goal = tl.zeros([], tl.float64)
                 floor = 0
                 depth = 0
+                tail = 0
                 if filtered:
-                    exact, cut, cut_ties, cut_id, low_sum, high_sum, units, peaks, masses, goal, floor, depth = (
-                        list_largest(
-                            words_ptr + 384 * b, epoch, step, V, top_key, top_k, top_p, min_p, temperature,
-                            before, after, rate, limit, chunks, CHUNK, SHIFT, FILTERS == 2, PROBS, PTX,
-                        )
+                    (
+                        exact, cut, cut_ties, cut_id, low_sum, high_sum, units, peaks, masses, half_units, goal,
+                        floor, depth, tail,
+                    ) = list_largest(
+                        words_ptr + 384 * b, epoch, step, V, top_key, top_k, top_p, min_p, temperature, before,
+                        after, rate, limit, chunks, CHUNK, SHIFT, FILTERS == 2, PROBS, PTX,
                     )  # fmt: skip
                 hit = NEVER
                 last = -1
@@ -286,10 +293,11 @@ def _verify_tree_kernel(
                         )  # fmt: skip
                         unsure = 1 - known
                     if unsure == 1:
-                        cut, cut_ties, cut_id, row_sum, step = find_cut(
-                            row, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
-                            units, goal, floor, depth, before, after, rate, chunks, CHUNK, THREADS, VEC, SHIFT,
-                            FILTERS == 2, PROBS, PTX,
+                        cut, cut_ties, cut_id, row_sum, above, above_rest, ties, step = find_cut(
+                            row, words_ptr + 384 * b, epoch, step, rank, programs, V, N, top_key, top_k, top_p,
+                            units, half_units, goal, floor, depth, tail, before, after, rate, tokens, rest, left,
+                            sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP, FILTERS == 2,
+                            PROBS, PTX,
                         )  # fmt: skip
                         low_sum = row_sum
                         high_sum = row_sum
@@ -297,10 +305,10 @@ def _verify_tree_kernel(
                         listed = 0
                         deciding = 1
                 if filtered & (listed == 0) & (hit == NEVER):
-                    residual_sum, cut_chunk, cut_base, step = rest_of_cut(
-                        row, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id,
-                        used < cap, tl.load(final_ptr + b), top, before, after, rate, tokens, rest, left,
-                        sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP, PROBS, PTX,
+                    residual_sum, cut_chunk, cut_base = searched_rest(
+                        row, above, above_rest, ties, cut, cut_ties, cut_id, used < cap, tl.load(final_ptr + b),
+                        top, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK,
+                        SHIFT, JUMP, PROBS, PTX,
                     )  # fmt: skip
             else:
                 hit, last, _ = first_accepted(
