@@ -17,11 +17,11 @@ NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
 
 @triton.jit
 def first_accepted(
-    child_x, nodes, tokens, rest, left, row, coin, low_sum, high_sum, exact, filtered, cut, cut_id, greedy,
-    argmax, top, before, after, rate, testing, sibling_ptr, candidates_ptr, N, V, SHIFT: tl.constexpr,
+    child_x, nodes, tokens, rest, left, tested, row, coin, low_sum, high_sum, exact, filtered, cut, cut_id,
+    greedy, argmax, top, before, after, rate, sibling_ptr, candidates_ptr, N, V, SHIFT: tl.constexpr,
     JUMP: tl.constexpr, PROBS: tl.constexpr, FILTERS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Test a node's children in order; ``child_x`` and the four after it are their first block.
+    """Test a node's children in order, if ``tested``; ``child_x`` to ``left`` are their first block.
 
     Returns the first accepted one, packed with its rank, or ``NEVER``; the last child of positive mass or
     -1; and whether another outcome is possible, where the row's sum is not ``exact`` but between ``low_sum``
@@ -34,6 +34,7 @@ def first_accepted(
     hit = NEVER
     last = -1
     unsure = 0
+    testing = tl.where(tested, 1, 0)
     while testing == 1:
         p = child_x.to(tl.float32)
         if not PROBS:
@@ -60,8 +61,6 @@ def first_accepted(
                 acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
                 if FILTERS:
                     acc_high = tl.sum(tl.where(lane == 31, prefix_high, 0.0), 0)
-                nodes, tokens, rest, left = siblings(
-                    sibling_ptr, candidates_ptr, rest, left, N, V, JUMP
-                )
+                nodes, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
                 child_x = read(row, tokens, tokens >= 0, NO_MASS)
     return hit, last, unsure

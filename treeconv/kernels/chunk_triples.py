@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.row_chunks import chunk_mass, lower_half_key, maximum_key, opaque, total, unordered, unusable
+from treeconv.kernels.row_chunks import chunk_mass, maximum_key, opaque, total, unordered, unusable
 from treeconv.kernels.sibling_lists import without
 
 __all__ = ["EMPTY_KEY", "INF_KEY", "NAN_KEY", "chunk_triple"]
@@ -30,14 +30,9 @@ def chunk_triple(
 
     A chunk with NaN (for probabilities, negative ones too) has the key ``NAN_KEY``, else one with +inf
     ``INF_KEY``, and one of no mass ``EMPTY_KEY``. Where ``greedy`` the sum's bits are the lowest index of the
-    maximum; where ``filtered`` the third number's bits are the key of the maximum of that half of the threads
-    that has the lower one. ``tokens``, ``rest`` and ``left`` are the children's first block.
+    maximum. ``tokens``, ``rest`` and ``left`` are the children's first block.
     """
     bad = 0
-    half_key = EMPTY_KEY
-    if FILTERS:
-        if filtered:
-            half_key = lower_half_key(mass, THREADS, VEC)
     if PROBS:
         bad = tl.max(tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2), 0)
         chunk_sum = total(mass, THREADS, VEC)
@@ -60,9 +55,6 @@ def chunk_triple(
                 bad = unusable(row, start, V, CHUNK, PTX)
     key = tl.where(bad == 2, NAN_KEY, tl.where(bad == 1, INF_KEY, key))
     rest_sum = chunk_sum
-    if FILTERS:
-        if filtered:
-            rest_sum = half_key.to(tl.float32, bitcast=True)
     if (not greedy) & (not filtered):
         mass, found = without(
             mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX

@@ -16,13 +16,13 @@ from treeconv.kernels.sibling_lists import siblings
 __all__ = ["listed_rest", "searched_rest"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
-_SLACK = tl.constexpr(2.0**-14)  # as in .listed_cuts
+_SLACK = tl.constexpr(2.0**-16)  # relative: above the rounding of a row's sums, at most 2^-17
 
 
 @triton.jit
 def _kept_children(
-    row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, AT: tl.constexpr,
-    CHUNK: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr,
+    row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V,
+    CHUNK: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, how many tested children are kept; if ``AT``, of those at the cut."""
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
@@ -68,8 +68,8 @@ def searched_rest(
     and the mass before it there.
     """
     gone = _kept_children(
-        row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, True, CHUNK, SHIFT,
-        JUMP, PROBS,
+        row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, SHIFT, JUMP,
+        PROBS, AT=True,
     )  # fmt: skip
     kept_ties = tl.minimum(tl.maximum(cut_ties - (tl.cumsum(ties, 0) - ties), 0), ties)
     each = mass_of(value_of(cut, SHIFT), top, before, after, rate, PROBS, PTX)
@@ -90,8 +90,8 @@ def listed_rest(
     """
     place = tl.arange(0, 64)
     gone = _kept_children(  # a listed token is its chunk's maximum
-        row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, False, CHUNK, SHIFT,
-        JUMP, PROBS,
+        row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, SHIFT, JUMP,
+        PROBS, AT=False,
     )  # fmt: skip
     listed = (units > cut) | ((units == cut) & (place * CHUNK <= cut_id))
     listed = listed & (gone == 0)

@@ -11,8 +11,8 @@ decision about who is above whom is exact.
 the kept tokens are a few chunks' maxima and nothing else can be in between, or where no decision depends on
 what else is kept, as in a row that is sure of itself: :mod:`.listed_cuts`. Otherwise, here, all programs
 search together: the cut is the lowest unit ``t`` with fewer than k tokens, and less mass than top-p's share,
-above it. It lies between bounds that the words give (k maxima of half chunks are k tokens; V tokens of small
-mass are not 1 - p of the row) and the row's maximum. In a round each chunk publishes how many tokens (six
+above it. It lies between bounds that the words give (k chunks' maxima are k tokens; V tokens of small mass
+are not 1 - p of the row) and the row's maximum. In a round each chunk publishes how many tokens (six
 thresholds) or how much mass (three) it has above some units, and the interval shrinks. All of it is decided
 in float64, on sums of float32 in a fixed order: exact on dyadic probabilities, the same for any number of
 programs.
@@ -40,25 +40,34 @@ _FIRST_K = tl.constexpr(1)  # for the mass of the first k tokens,
 _WEIGH = tl.constexpr(2)  # for top-p's cut,
 _LAST = tl.constexpr(3)  # and for what is above the cut and at it
 _DONE = tl.constexpr(4)
+_SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of a row's sums
 _BY_VALUE = tl.constexpr(4)  # rounds whose thresholds are even in logits, not in units, which crowd at zero
 _FEW = tl.constexpr(64)  # units
 
 
 @triton.jit
-def _threshold(low, high, which, count, tight, turn, SHIFT: tl.constexpr, PROBS: tl.constexpr):
+def _even(low, high, which, count, turn, SHIFT: tl.constexpr, PROBS: tl.constexpr):
     """One of ``count`` rising units in ``[low, high)``, or ``low`` if that is empty.
 
-    Where the bound is ``tight``, ever further from it; else even, in value for the first turns of a search.
+    They cut the interval evenly, in value for the first turns of a search.
     """
     span = high.to(tl.int64) - low
-    even = (low + (which + 1) * span // (count + 1)).to(tl.int32)
+    unit = (low + (which + 1) * span // (count + 1)).to(tl.int32)
     if not PROBS:
         bottom = value_of(low, SHIFT).to(tl.float64)
         height = value_of(high, SHIFT).to(tl.float64) - bottom
         point = (bottom + height * ((which + 1) / (count + 1))).to(tl.float32)
         by_value = tl.minimum(tl.maximum(unit_of(point, SHIFT), low), tl.maximum(high - 1, low))
-        even = tl.where((turn < _BY_VALUE) & (span > _FEW), by_value, even)
-    return tl.where(tight, (low + (span >> (count - which))).to(tl.int32), even)
+        unit = tl.where((turn < _BY_VALUE) & (span > _FEW), by_value, unit)
+    return unit
+
+
+@triton.jit
+def _around(low, high, pivot, top_unit, sixty_fourths):
+    """A unit in ``[low, high)``, or ``low``, so much of the way from ``pivot`` to the row's maximum."""
+    way = (top_unit.to(tl.int64) - pivot) * sixty_fourths
+    unit = tl.maximum(pivot + (way >> 6), low.to(tl.int64))
+    return tl.minimum(unit, tl.maximum(high - 1, low).to(tl.int64)).to(tl.int32)
 
 
 @triton.jit
@@ -93,8 +102,8 @@ def _publish_counts(
 
 @triton.jit
 def _publish_masses(
-    row, words, tag, rank, programs, V, N, units, thresholds, last, top, before, after, rate, tokens, rest, left,
-    sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+    row, words, tag, rank, programs, V, N, units, thresholds, last, top, before, after, rate, tokens, rest,
+    left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
     VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish how much mass each chunk has above three rising thresholds.
@@ -138,11 +147,11 @@ def _narrowed(low, high, threshold, holds):
 
 
 @triton.jit
-def _kth(units, more_units, k, low, high):
+def _kth(units, k, low, high):
     """The highest unit in ``[low, high]`` at or above which k of these values are, or low."""
     while low < high:
         middle = (low + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
-        count = tl.sum(tl.where(units >= middle, 1, 0) + tl.where(more_units >= middle, 1, 0), 0)
+        count = tl.sum(tl.where(units >= middle, 1, 0), 0)
         low = tl.where(count >= k, middle, low)
         high = tl.where(count >= k, high, middle - 1)
     return low
@@ -159,12 +168,12 @@ def _nth_tie(row, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def find_cut(
-    row, words_ptr, epoch, step, rank, programs, V, N, top_key, top_k, top_p, units, half_units, goal, floor,
-    depth, tail, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
+    row, words_ptr, epoch, step, rank, programs, V, N, top_key, top_k, top_p, temperature, units, masses,
+    goal, floor, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
     CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr,
     JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Where the filters cut a row, by a search of all programs; ``units`` to ``tail`` are the list's.
+    """Where the filters cut a row, by a search of all programs; ``units`` to ``floor`` are the list's.
 
     ``tokens``, ``rest`` and ``left`` are the first block of the children. Returns the cut's unit, how many
     tokens at it are kept, the last one's id (or a higher one that is no tie), the mass that is kept, per
@@ -182,9 +191,20 @@ def find_cut(
     above = tl.zeros([64], tl.float32)
     above_rest = above
     ties = tl.zeros([64], tl.int32)
+    depth = tl.full([], 1, tl.int32)  # the lowest unit of any mass
+    if not PROBS:  # beyond 88 temperatures below the maximum a mass is zero
+        depth = unit_of(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
+    tail = depth
+    if not PROBS:
+        if top_p < 1.0:  # all V tokens at this mass would not be what top-p leaves out of a row
+            mass = (1.0 - share) * tl.sum(masses, 0).to(tl.float64) * (1.0 - _SLACK) / V
+            height = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(mass)
+            lowest = tl.maximum(height, -3.4028234663852886e38).to(tl.float32)
+            tail = tl.maximum(depth, unit_of(lowest, SHIFT) - 1)
     low = tl.maximum(floor, depth)
     high = top_unit
-    tight = top_k < 0
+    pivot = high
+    tight = True
     turn = 0
     stage = _LAST
     if top_p < 1.0:
@@ -193,9 +213,10 @@ def find_cut(
         stage = _COUNT
         if not JOINT:  # top-p's share is of the first k, whatever min-p leaves of them
             low = tl.where(top_p < 1.0, depth, low)
-        lowest = low
-        low = _kth(units, half_units, top_k, low, high)
-        tight = low > lowest
+        pivot = _kth(units, tl.minimum(top_k, chunks), low, high)
+        tight = top_k <= chunks
+        if tight:
+            low = pivot
     else:
         low = tl.maximum(low, tail)
     while stage != _DONE:
@@ -213,12 +234,20 @@ def find_cut(
         tag = epoch + step
         words = row_words(words_ptr, step)
         if stage == _COUNT:
-            t0 = _threshold(low, high, 0, 6, tight, turn, SHIFT, PROBS)
-            t1 = _threshold(low, high, 1, 6, tight, turn, SHIFT, PROBS)
-            t2 = _threshold(low, high, 2, 6, tight, turn, SHIFT, PROBS)
-            t3 = _threshold(low, high, 3, 6, tight, turn, SHIFT, PROBS)
-            t4 = _threshold(low, high, 4, 6, tight, turn, SHIFT, PROBS)
-            t5 = _threshold(low, high, 5, 6, tight, turn, SHIFT, PROBS)
+            if turn == 0:  # ever further above a bound; on both sides where it is none
+                t0 = _around(low, high, pivot, top_unit, tl.where(tight, 1, -64))
+                t1 = _around(low, high, pivot, top_unit, tl.where(tight, 2, -16))
+                t2 = _around(low, high, pivot, top_unit, tl.where(tight, 4, -4))
+                t3 = _around(low, high, pivot, top_unit, tl.where(tight, 8, 4))
+                t4 = _around(low, high, pivot, top_unit, 16)
+                t5 = _around(low, high, pivot, top_unit, 32)
+            else:
+                t0 = _even(low, high, 0, 6, turn, SHIFT, PROBS)
+                t1 = _even(low, high, 1, 6, turn, SHIFT, PROBS)
+                t2 = _even(low, high, 2, 6, turn, SHIFT, PROBS)
+                t3 = _even(low, high, 3, 6, turn, SHIFT, PROBS)
+                t4 = _even(low, high, 4, 6, turn, SHIFT, PROBS)
+                t5 = _even(low, high, 5, 6, turn, SHIFT, PROBS)
             _publish_counts(
                 row, words, tag, rank, programs, V, units, (t0, t1, t2, t3, t4, t5), chunks, CHUNK, VEC,
                 SHIFT, PROBS,
@@ -230,20 +259,19 @@ def find_cut(
             low, high = _narrowed(low, high, t3, tl.sum(second >> 16, 0) < top_k)
             low, high = _narrowed(low, high, t4, tl.sum(third & 0xFFFF, 0) < top_k)
             low, high = _narrowed(low, high, t5, tl.sum(third >> 16, 0) < top_k)
-            tight = top_k < 0
             turn += 1
         else:
             t0 = low
             t1 = low
             t2 = low
             if stage == _WEIGH:
-                t0 = _threshold(low, high, 0, 3, turn < 0, turn, SHIFT, PROBS)
-                t1 = _threshold(low, high, 1, 3, turn < 0, turn, SHIFT, PROBS)
-                t2 = _threshold(low, high, 2, 3, turn < 0, turn, SHIFT, PROBS)
+                t0 = _even(low, high, 0, 3, turn, SHIFT, PROBS)
+                t1 = _even(low, high, 1, 3, turn, SHIFT, PROBS)
+                t2 = _even(low, high, 2, 3, turn, SHIFT, PROBS)
             _publish_masses(
-                row, words, tag, rank, programs, V, N, units, (t0, t1, t2), stage != _WEIGH, top, before, after,
-                rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP,
-                PROBS, PTX,
+                row, words, tag, rank, programs, V, N, units, (t0, t1, t2), stage != _WEIGH, top, before,
+                after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC,
+                SHIFT, JUMP, PROBS, PTX,
             )  # fmt: skip
             first, second, third = settled(words, tag, chunks)
             above = as_float(first)

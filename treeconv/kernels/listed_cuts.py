@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.filter_units import unit_of
-from treeconv.kernels.published_words import as_float, row_words, settled
+from treeconv.kernels.published_words import as_float
 from treeconv.kernels.row_chunks import chunk_weight, ordered, unordered
 
 __all__ = ["list_largest"]
@@ -24,61 +23,50 @@ _BIG = tl.constexpr(1 << 30)  # above every token
 _NONE = tl.constexpr(0x7FFFFFFF)  # above every unit
 _LOW = tl.constexpr(-0x80000000)  # below every unit
 _LOWEST = tl.constexpr(-0x7F800000)  # the key of the lowest finite float32
-_SLACK = tl.constexpr(2.0**-14)  # relative: far above the rounding of masses and of their sums
+_SLACK = tl.constexpr(2.0**-14)  # relative: above the rounding of any mass, however small, at most 2^-15
+_SUM_SLACK = tl.constexpr(2.0**-16)  # the same of a row's sums, at most 2^-17
 _LISTED = tl.constexpr(8)  # tokens that are looked at one by one
 
 
 @triton.jit
 def list_largest(
-    words_ptr, epoch, step, V, top_key, top_k, top_p, min_p, temperature, before, after, rate, limit,
+    tops, sums, V, top_key, top_k, top_p, min_p, temperature, before, after, rate, limit,
     chunks: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """The largest tokens of a row whose words are published, as far as they are surely those.
+    """The largest tokens of a row, as far as they are surely those; its words are ``tops`` and ``sums``.
 
-    Returns whether they are all that the filters keep; the unit of the last that surely is kept, how many
-    are at it, and the highest id there; bounds of the kept mass, equal if it is known; per chunk the unit
-    and the mass of its maximum, and the mass of all; and for the search, the units of the other half chunks'
-    maxima, top-p's goal, min-p's lowest unit, the lowest unit of any mass, and a unit that top-p's cut is not
-    below if its share is of the whole row.
+    Returns whether they are all that the filters keep; the unit of the last that surely is kept, and the
+    highest id there; bounds of the kept mass, equal if it is known; per chunk the unit
+    and the mass of its maximum, and the mass of all; and for the search top-p's goal and min-p's lowest unit.
     """
     place = tl.arange(0, 64)
-    keys, sums, half_keys = settled(row_words(words_ptr, step), epoch + step, chunks)
-    keys = tl.where(place < chunks, keys, _LOW)
+    keys = tl.where(place < chunks, (tops >> 32).to(tl.int32), _LOW)
     units = tl.where(place < chunks, keys >> SHIFT, _LOW)
-    half_units = tl.where(place < chunks, half_keys >> SHIFT, _LOW)
     top = unordered(top_key)
     if PROBS:
         peaks = tl.where(keys > 0, unordered(keys), 0.0)
-        masses = as_float(sums)
+        masses = tl.where(place < chunks, as_float((sums >> 32).to(tl.int32)), 0.0)
     else:
         peaks = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
         peaks = tl.where(place < chunks, peaks, 0.0)
-        masses = as_float(sums) * peaks
+        masses = as_float((sums >> 32).to(tl.int32)) * peaks
     row_sum = tl.sum(masses, 0)
     # No token of a chunk but its maximum has more mass than this.
     others = tl.maximum(masses - peaks, 0.0) + masses * _SLACK
     share = top_p.to(tl.float64)
     goal = tl.where(top_p < 1.0, share * row_sum.to(tl.float64), float("inf"))
     limited = top_k < V
+    least_mass = min_p.to(tl.float64)
     if PROBS:
-        least = top.to(tl.float64) * min_p.to(tl.float64)
-        least_mass = least
         floor = tl.full([], 1, tl.int32)
-        depth = floor
+        least = top.to(tl.float64) * least_mass
+        least_mass = least
     else:
-        least_mass = min_p.to(tl.float64)
-        least = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64))
         floor = tl.full([], _LOWEST >> SHIFT, tl.int32)
-        # Beyond 88 temperatures below the maximum a mass is zero.
-        depth = unit_of(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
-    tail = depth
-    if not PROBS:
-        if top_p < 1.0:  # all V tokens at this mass would not be what top-p leaves out
-            mass = (1.0 - share) * row_sum.to(tl.float64) * (1.0 - 4.0 * _SLACK) / V
-            height = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(mass)
-            lowest = tl.maximum(height, -3.4028234663852886e38).to(tl.float32)
-            tail = tl.maximum(depth, unit_of(lowest, SHIFT) - 1)
+        least = tl.full([], float("-inf"), tl.float64)
+        if min_p > 0.0:
+            least = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(least_mass)
     single = least.to(tl.float32)
     key = ordered(single + 0.0) + tl.where(single.to(tl.float64) < least, 1, 0)
     floor = tl.maximum(floor, (key + tl.where(key < 0, 0, (1 << SHIFT) - 1)) >> SHIFT)
@@ -88,7 +76,6 @@ def list_largest(
     kept = tl.zeros([], tl.float64)
     kept_before = kept
     cut = top_key >> SHIFT
-    cut_ties = 0
     chunk = 0
     mass = kept  # of the last
     hidden = tl.zeros([], tl.float32)  # no other token of those chunks has more mass
@@ -117,7 +104,6 @@ def list_largest(
             else:
                 kept_before = kept
                 kept += mass
-                cut_ties = tl.where(following == cut, cut_ties + 1, 1)
                 cut = following
                 taken += 1
                 hidden = tl.maximum(hidden, tl.max(tl.where(here, others, 0.0), 0))
@@ -134,8 +120,7 @@ def list_largest(
     if found == 0:
         cut = sure_cut
         chunk = sure_chunk
-        low = sure_mass.to(tl.float32) * (1.0 - _SLACK)
-        high = row_sum * (1.0 + _SLACK)
+        low = sure_mass.to(tl.float32) * (1.0 - _SUM_SLACK)
+        high = row_sum * (1.0 + _SUM_SLACK)
     cut_id = chunk * CHUNK + CHUNK - 1
-    return found, cut, cut_ties, cut_id, low, high, units, peaks, masses, half_units, goal, floor, depth, tail
-
+    return found, cut, cut_id, low, high, units, peaks, masses, goal, floor

@@ -16,7 +16,6 @@ from treeconv.kernels.row_values import read
 __all__ = [
     "chunk_mass",
     "chunk_weight",
-    "lower_half_key",
     "maximum_key",
     "opaque",
     "ordered",
@@ -66,14 +65,6 @@ def maximum_key(x, THREADS: tl.constexpr, VEC: tl.constexpr):
     """Maximum of a chunk, NaN aside, as an ordered key: integers reduce across a warp in one instruction."""
     x = tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
     return tl.max(ordered(tl.max(tl.max(x, 2), 0) + 0.0), 0)  # -0.0 and 0.0 are a tie: one key
-
-
-@triton.jit
-def lower_half_key(x, THREADS: tl.constexpr, VEC: tl.constexpr):
-    """The lower of the maxima that either half of the threads has of a chunk: the higher is the chunk's."""
-    x = tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
-    halves = tl.max(tl.reshape(tl.max(tl.max(x, 2), 0), [2, THREADS // 2]), 1)
-    return tl.min(ordered(halves + 0.0), 0)
 
 
 @triton.jit

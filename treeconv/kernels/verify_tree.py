@@ -3,7 +3,7 @@
 **Contract.** For each request the walk of DESIGN section 2 (target-only, one coin a node, half-open buckets)
 over logits (``PROBS`` false; law ``softmax(x / T)``, ``T == 0`` is the lowest-index argmax) or over
 probabilities (``PROBS`` true; taken as they are), after top-k, top-p and min-p where ``FILTERS`` is on
-(:mod:`.filter_cuts`). Logits are those that a bias and a bitmask leave where there are any
+(:mod:`.filtered_rows`). Logits are those that a bias and a bitmask leave where there are any
 (:mod:`.row_values`). Every element of every output is written on every call. A pointer outside ``[0, N)``
 counts as -1, every loop is bounded by N, a candidate outside ``[0, V)`` has mass zero: no input makes the
 kernel hang or leave its buffers. A row the walk does not visit is never read (its lines may be prefetched
@@ -45,10 +45,8 @@ import triton.language as tl
 from treeconv.kernels import launch
 from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
-from treeconv.kernels.cut_rests import listed_rest, searched_rest
-from treeconv.kernels.filter_cuts import find_cut
 from treeconv.kernels.filter_units import is_kept, unit_shift
-from treeconv.kernels.listed_cuts import list_largest
+from treeconv.kernels.filtered_rows import decide
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
 from treeconv.kernels.row_chunks import (
     chunk_mass,
@@ -56,7 +54,6 @@ from treeconv.kernels.row_chunks import (
     maximum_key,
     prefetch,
     scales,
-    slow_mass,
     unordered,
 )
 from treeconv.kernels.row_values import fetch, read, readable, values
@@ -175,10 +172,7 @@ def _verify_tree_kernel(
     last_top = 0.0
     residual_sum = 0.0
     cut = 0  # what a filter keeps of the last row: units above the cut, and at it tokens up to cut_id
-    cut_ties = 0
     cut_id = 0
-    cut_chunk = 0
-    cut_base = 0.0
 
     active = 1
     while active == 1:
@@ -249,72 +243,20 @@ def _verify_tree_kernel(
                         row_sums += masses_of(sums2, weight2)
                     row_sum = tl.sum(row_sums, 0)
 
-            # 2a. the children, in order; of a filtered row whose mass is not known, as its bounds allow
-            testing = tl.where(used < cap, 1, 0)
+            # 2a. the children, in order
             if FILTERS:
-                exact = 1
-                low_sum = row_sum
-                high_sum = row_sum
-                units = tl.zeros([64], tl.int32)
-                half_units = units
-                ties = units
-                peaks = tl.zeros([64], tl.float32)
-                masses = peaks
-                above = peaks
-                above_rest = peaks
-                goal = tl.zeros([], tl.float64)
-                floor = 0
-                depth = 0
-                tail = 0
-                if filtered:
-                    (
-                        exact, cut, cut_ties, cut_id, low_sum, high_sum, units, peaks, masses, half_units, goal,
-                        floor, depth, tail,
-                    ) = list_largest(
-                        words_ptr + 384 * b, epoch, step, V, top_key, top_k, top_p, min_p, temperature, before,
-                        after, rate, limit, chunks, CHUNK, SHIFT, FILTERS == 2, PROBS, PTX,
-                    )  # fmt: skip
-                hit = NEVER
-                last = -1
-                listed = 1
-                deciding = 1
-                while deciding == 1:
-                    deciding = 0
-                    hit, last, unsure = first_accepted(
-                        child_x, nodes, tokens, rest, left, row, coin, low_sum, high_sum, exact, filtered, cut,
-                        cut_id, greedy, bonus, top, before, after, rate, testing, sibling_ptr, candidates_ptr,
-                        N, V, SHIFT, JUMP, PROBS, FILTERS, PTX,
-                    )  # fmt: skip
-                    if filtered & (listed == 1) & (hit == NEVER) & (unsure == 0):
-                        known, residual_sum, cut_chunk, cut_base, cut, cut_id = listed_rest(
-                            row, units, peaks, masses, exact, cut, cut_id, high_sum, used < cap,
-                            tl.load(final_ptr + b), tokens, rest, left, sibling_ptr, candidates_ptr,
-                            N, V, CHUNK, SHIFT, JUMP, PROBS,
-                        )  # fmt: skip
-                        unsure = 1 - known
-                    if unsure == 1:
-                        cut, cut_ties, cut_id, row_sum, above, above_rest, ties, step = find_cut(
-                            row, words_ptr + 384 * b, epoch, step, rank, programs, V, N, top_key, top_k, top_p,
-                            units, half_units, goal, floor, depth, tail, before, after, rate, tokens, rest, left,
-                            sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP, FILTERS == 2,
-                            PROBS, PTX,
-                        )  # fmt: skip
-                        low_sum = row_sum
-                        high_sum = row_sum
-                        exact = 1
-                        listed = 0
-                        deciding = 1
-                if filtered & (listed == 0) & (hit == NEVER):
-                    residual_sum, cut_chunk, cut_base = searched_rest(
-                        row, above, above_rest, ties, cut, cut_ties, cut_id, used < cap, tl.load(final_ptr + b),
-                        top, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK,
-                        SHIFT, JUMP, PROBS, PTX,
-                    )  # fmt: skip
+                hit, last, filtered_sum, cut_chunk, cut_base, cut, cut_id, step = decide(
+                    child_x, nodes, tokens, rest, left, coin, tl.load(final_ptr + b), used < cap, row,
+                    row_sum, tops, sums, tops2, sums2, words_ptr + 384 * b, epoch, step, rank, programs,
+                    filtered, top_k, top_p, min_p, greedy, bonus, temperature, top_key, before, after, rate,
+                    limit, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP,
+                    FILTERS, PROBS, PTX,
+                )  # fmt: skip
             else:
                 hit, last, _ = first_accepted(
-                    child_x, nodes, tokens, rest, left, row, coin, row_sum, row_sum, 1, filtered, cut, cut_id,
-                    greedy, bonus, top, before, after, rate, testing, sibling_ptr, candidates_ptr, N, V, SHIFT,
-                    JUMP, PROBS, FILTERS, PTX,
+                    child_x, nodes, tokens, rest, left, used < cap, row, coin, row_sum, row_sum, 1,
+                    filtered, 0, 0, greedy, bonus, top, before, after, rate, sibling_ptr, candidates_ptr,
+                    N, V, SHIFT, JUMP, PROBS, FILTERS, PTX,
                 )  # fmt: skip
 
             # 2b. accept, or end the walk
@@ -325,8 +267,9 @@ def _verify_tree_kernel(
                 if TWO:
                     residual2 = masses_of(tl.where(used < cap, rests2, sums2), weight2)
                     both = residual + residual2
-                if not filtered:
-                    residual_sum = tl.sum(both, 0)
+                residual_sum = tl.sum(both, 0)
+                if FILTERS:
+                    residual_sum = tl.where(filtered, filtered_sum, residual_sum)
                 if greedy:
                     residual_sum = tl.where(last >= 0, 0.0, 1.0)
                 chosen = tl.where(residual_sum > 0.0, -1, last)
