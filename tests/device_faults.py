@@ -60,15 +60,18 @@ class Wraps:
         self.traits = replace(right.traits, takes_logits=True, takes_probs=False)
         self.calls = 0
 
-    def verify(self, *call):
+    def verify(self, *call, **more):
         self.calls += 1
-        return self.spoil(self.right.verify(*self.hand_over(*call)), call)
+        return self.spoil(self.right.verify(*self.hand_over(*call), **self.options(**more)), call)
 
     def verify_probs(self, *call):
         raise AssertionError("it claims logits only")
 
     def hand_over(self, *call):
         return call
+
+    def options(self, **more):
+        return more
 
     def spoil(self, out, call):
         return out
@@ -127,6 +130,35 @@ class TreeOfTheCapture(Wraps):
             key, (batch.retrieve_next_token.clone(), batch.retrieve_next_sibling.clone())
         )
         return replace(batch, retrieve_next_token=pointers[0], retrieve_next_sibling=pointers[1]), *rest
+
+
+@fault("graph-replay")
+class FiltersOfTheCapture(Wraps):
+    """Filters that were read when the graph was captured."""
+
+    def options(self, **more):
+        if "filters" in more:
+            self.first = getattr(self, "first", {})
+            held = more["filters"]
+            tensors = (held.top_k.clone(), held.top_p.clone(), held.min_p.clone())
+            kept = self.first.setdefault(
+                len(held.top_k), replace(held, top_k=tensors[0], top_p=tensors[1], min_p=tensors[2])
+            )
+            more["filters"] = kept
+        return more
+
+
+@fault("graph-replay")
+class MaskOfTheCapture(Wraps):
+    """A bitmask that was read when the graph was captured."""
+
+    def options(self, **more):
+        if more.get("processors") is not None and more["processors"].token_bitmask is not None:
+            self.first = getattr(self, "first", {})
+            mask = more["processors"].token_bitmask
+            kept = self.first.setdefault(tuple(mask.shape), mask.clone())
+            more["processors"] = replace(more["processors"], token_bitmask=kept)
+        return more
 
 
 @fault("graph-coins")

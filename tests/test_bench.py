@@ -58,7 +58,10 @@ def test_figures_with_filters_stand_beside_the_one_without():
         ("deployed", "top_p 0.9", 747.0),
     ):
         told.filtered.append(FilteredRow(64, 1, 163840, 0.6, path, filters, us, 2.5))
+    told.filtered.append(FilteredRow(64, 1, 163840, 1.0, "triton", "no filters", 10.0, 1.5, flat=True))
+    told.filtered.append(FilteredRow(64, 1, 163840, 1.0, "triton", "top_k 50", 80.0, 1.5, flat=True))
     text = format_table(told)
+    assert "T 1.0, flat rows, top_k 50: 80.0 us, 8.00 x the sampler without" in text
     assert "triton 1 x 64 x 163840, T 0.6, top_p 0.9: 28.0 us, 1.40 x the sampler without" in text
     assert "deployed 1 x 64 x 163840, T 0.6, top_p 0.9: 747.0 us" in text
     json.dumps(told.to_json())

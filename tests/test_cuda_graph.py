@@ -185,3 +185,38 @@ def test_refuses_bad_settings():
         CudaGraphRunner("reference", **sizes, interface="rows")
     with pytest.raises(InvalidArgument, match=r"rows is \(1, 2, 3\)"):
         CudaGraphRunner("reference", **sizes, rows=torch.zeros((1, 2, 3)))
+
+
+def test_replays_carry_their_own_filters():
+    """Some with all three, one or none, one value or one a request: nothing is left of an earlier one's."""
+    rng = np.random.default_rng(8)
+    for order in ("sequential", "joint"):
+        run = runner(filter_order=order, processors=("bitmask",))
+        for turn in range(30):
+            size, slots = int(rng.integers(1, 5)), int(rng.integers(1, N + 1))
+            batch, logits, temperature, coins = random_batch(rng, size, slots)
+            held = {}
+            if rng.random() < 0.5:
+                held["top_k"] = [None if k == 0 else int(k) for k in rng.integers(0, 5, size)]
+            if rng.random() < 0.5:
+                held["top_p"] = float(rng.choice([0.2, 0.9, 1.0]))
+            if rng.random() < 0.5:
+                held["min_p"] = rng.choice([0.0, 0.1, 1.0], size).tolist()
+            got = run.replay(batch, logits, temperature, coins, **held)
+            held["filter_order"] = order
+            want = verify(batch, logits, temperature, coins, backend="reference", depth_cap=CAP, **held)
+            for name in ("accept_index", "accept_token_num", "predicts", "status"):
+                assert torch.equal(getattr(got, name), getattr(want, name)), (order, turn, name)
+
+
+def test_filters_that_were_not_captured_are_refused():
+    rng = np.random.default_rng(9)
+    one = random_batch(rng, 2, N)
+    with pytest.raises(InvalidArgument, match="filters were given, but must be captured: filter_order="):
+        runner().replay(*one, top_k=3)
+    with pytest.raises(InvalidArgument, match=r"top_p=1\.5, but must be"):
+        runner(filter_order="joint").replay(*one, top_p=1.5)
+    with pytest.raises(
+        InvalidArgument, match="filter_order='both', but must be None, 'sequential' or 'joint'"
+    ):
+        runner(filter_order="both")

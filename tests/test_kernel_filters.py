@@ -85,3 +85,57 @@ def test_logits_are_cut_as_eager_cuts_them(order, dtype):
     filters = Filters.of(cuts, V, order, DEVICE)
     want = EagerBackend().verify(trees, logits, T, coins, 7, filters)
     assert_alike(TritonBackend().verify(trees, logits, T, coins, 7, filters), want)
+
+
+def steps_of(backend):
+    """Rounds of words that each request's programs exchanged, over all calls: epochs count them."""
+    (workspace,) = backend._workspaces.values()
+    return workspace.epochs[0].tolist()
+
+
+def one_row(V, masses, child, coin, final, cuts, order):
+    """A root with one child, over one row of dyadic masses in 2^-12; the child's row is one token."""
+    B = len(cuts)
+    rows = torch.zeros((B, 2, V), device=DEVICE)
+    for token, mass in masses.items():
+        rows[:, 0, token] = mass / 2**12
+    rows[:, 1, 0] = 1.0
+    trees = to_verify_input([DraftTree((-1, 0), (0, child))] * B, 2, device=DEVICE)
+    accept = torch.tensor(coin, dtype=torch.float32, device=DEVICE)[:, None].expand(B, 2).contiguous()
+    coins = Coins(accept, torch.tensor(final, dtype=torch.float32, device=DEVICE))
+    return trees, rows, coins, Filters.of(cuts, V, order, DEVICE)
+
+
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_decisions_by_bounds_are_those_of_the_cut(order):
+    """A large token, several others in its chunk and elsewhere; every coin at and beside a boundary."""
+    V = 2100  # three chunks
+    masses = {5: 64, 40: 3, 41: 3, 1030: 1, 1100: 2056, 1101: 900, 1102: 900, 1500: 100, 2050: 64, 2051: 5}
+    assert sum(masses.values()) == 2**12
+    edges = np.unique(np.cumsum([masses[token] for token in sorted(masses)]) / 2**12)
+    near = np.float32([[np.nextafter(np.float32(e), np.float32(0)), e] for e in edges[:-1]]).ravel()
+    some = np.float32(np.linspace(0.001, 0.999, 11))
+    cuts = (Cuts(top_k=7, top_p=0.75), Cuts(top_k=4), Cuts(top_k=9, min_p=2**-7), Cuts(top_k=2))
+    for cut in cuts[: 1 if INTERPRETED else 4]:
+        for child in (1100, 1101, 40, 7)[: 2 if INTERPRETED else 4]:
+            for coin, final in ((near, some[np.arange(len(near)) % 11]), (np.full(len(near), 0.9999), near)):
+                call = one_row(V, masses, child, coin, final, [cut] * len(near), order)
+                want = EagerBackend().verify_probs(*call[:3], 3, call[3])
+                assert_alike(TritonBackend().verify_probs(*call[:3], 3, call[3]), want)
+
+
+def test_a_row_is_searched_only_where_a_decision_depends_on_its_cut():
+    """Epochs tell: one exchange a visited row by bounds, more where the cut had to be known."""
+    V, peaked = 2100, {1100: 4000, **dict.fromkeys(range(6, 96), 1), 2000: 6}
+    cuts = [Cuts(top_k=50)] * 5
+    coins = [0.5, 0.99, 0.5, 0.5, 0.98]  # the child's mass is 4000 of 4096, or 1
+    finals = [0.5, 0.5, 0.5, 0.001, 0.5]
+    for child, searched in ((1100, [0, 1, 0, 0, 1]), (6, [0, 0, 0, 1, 0])):
+        backend = TritonBackend()
+        call = one_row(V, peaked, child, coins, finals, cuts, "sequential")
+        got = backend.verify_probs(*call[:3], 3, call[3])
+        want = EagerBackend().verify_probs(*call[:3], 3, call[3])
+        assert_alike(got, want)
+        rows = (got.accept_token_num + 1).tolist()
+        more = [steps - n for steps, n in zip(steps_of(backend), rows, strict=False)]
+        assert [min(1, steps) for steps in more] == searched

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,11 +13,14 @@ from treeconv.backends.registry import get_backend
 from treeconv.convert import to_verify_input
 from treeconv.cuda_graph import CudaGraphRunner
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.filters import FILTER_ORDERS, Filters
 from treeconv.judge import Violation
+from treeconv.processors import Processors, bitmask_words
 from treeconv.tree import Coins, DraftTree, RowStatus, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
     from treeconv.backends.base import Backend
+    from treeconv.filters import FilterOrder
 
 #: The band of a boundary is narrower than this in the batches below: 256 units of 2**-24.
 _WIDE_BAND = 256 * 2.0**-24
@@ -72,9 +75,9 @@ def fresh(backend: Backend) -> Backend:
     return backend.fresh() if hasattr(backend, "fresh") else backend
 
 
-def verify_wide(backend: Backend, wide: WideBatch, depth_cap: int) -> VerifyOutput:
+def verify_wide(backend: Backend, wide: WideBatch, depth_cap: int, **more: Any) -> VerifyOutput:
     if backend.traits.takes_logits:
-        return backend.verify(wide.batch, wide.logits, wide.temperature, wide.coins, depth_cap)
+        return backend.verify(wide.batch, wide.logits, wide.temperature, wide.coins, depth_cap, **more)
     law = float64_law(wide.logits, wide.temperature).float()
     return backend.verify_probs(wide.batch, law, wide.coins, depth_cap)
 
@@ -163,6 +166,7 @@ def _runner(
     slots: int,
     vocab: int,
     generator: torch.Generator | None = None,
+    **captured: Any,
 ) -> CudaGraphRunner:
     made = CudaGraphRunner(
         backend,
@@ -174,6 +178,7 @@ def _runner(
         interface="logits" if backend.traits.takes_logits else "probs",
         device=device,
         generator=generator,
+        **captured,
     )
     made.capture()
     return made
@@ -206,6 +211,51 @@ def graph_replay(backend: Backend, device: torch.device, rng: np.random.Generato
             hold_outputs(got, before, f"replay {turn}, beside a request of unusable rows", others)
             if int(got.status[turn % count]) == RowStatus.OK:
                 raise Violation(turn % count, "status OK for an unusable root row", "NAN, POS_INF or EMPTY")
+    for order in FILTER_ORDERS:
+        judged += _replay_with_options(backend, device, rng, sizes, order)
+    return judged
+
+
+def _replay_with_options(
+    backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes, order: FilterOrder
+) -> int:
+    """Replays with bias, bitmask and filters, some of them or none, as far as the backend takes them."""
+    traits = backend.traits
+    kinds = tuple(kind for kind in ("bias", "bitmask") if kind in traits.takes_processors)
+    if not traits.takes_logits or not (kinds or traits.takes_filters):
+        return 0
+    slots, vocab, judged = 12, sizes.vocab, 0
+    runner = _runner(
+        backend,
+        device,
+        slots,
+        vocab,
+        processors=kinds,
+        filter_order=order if traits.takes_filters else None,
+    )
+    for turn in range(sizes.replays // 3):
+        count, width = int(rng.integers(1, 17)), int(rng.integers(1, slots + 1))
+        wide = random_batch(rng, count, width, vocab, device)
+        held: dict[str, Any] = {}
+        if "bias" in kinds and rng.random() < 0.5:
+            held["logit_bias"] = torch.randn((count, vocab), device=device).round()
+        if "bitmask" in kinds and rng.random() < 0.5:
+            words = (count, width, bitmask_words(vocab))
+            held["token_bitmask"] = torch.randint(-(2**31), 2**31, words, dtype=torch.int32, device=device)
+        cut: dict[str, Any] = {}
+        if traits.takes_filters and rng.random() < 0.75:
+            cut["top_k"] = torch.from_numpy(rng.choice([1, 3, vocab // 4, vocab], count)).to(device)
+            for name, values in (("top_p", [0.3, 0.9, 1.0]), ("min_p", [0.0, 0.02, 0.3])):
+                cut[name] = torch.from_numpy(rng.choice(np.array(values, np.float32), count)).to(device)
+        more: dict[str, Any] = {"filters": Filters(**cut, order=order)} if cut else {}
+        if held:
+            more["processors"] = Processors(**held)
+        got = runner.replay(wide.batch, wide.logits, wide.temperature, wide.coins, **held, **cut)
+        want = verify_wide(fresh(backend), wide, runner.depth_cap, **more)
+        hold_outputs(
+            got, want, f"replay {turn} ({count} requests of {width} slots, {', '.join({**held, **cut})})"
+        )
+        judged += count
     return judged
 
 

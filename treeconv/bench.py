@@ -40,7 +40,8 @@ __all__ = ["BenchGrid", "BenchReport", "BenchRow", "format_table", "run_bench", 
 
 _DEPTH_CAP = 16
 _FOLLOWED = 0.7  # chance that a row peaks at a drafted child: about three rows are visited
-_PEAK = 22.0
+_PEAK = 22.0  # over logits of deviation 2: at T = 0.6 all but 1e-8 of the mass
+_FLAT_PEAK = 12.0  # at T = 1 an eighth of the mass
 _LIMIT_US = 12.0
 
 
@@ -335,32 +336,18 @@ def _measure_filters(
     sampled = [temperature for temperature in grid.temperatures if temperature > 0]
     if N not in grid.num_draft_tokens or not sampled or not grid.cuts:
         return
-    backend = get_backend("triton")
     for B in grid.batch_sizes:
         if time.monotonic() - started > 1.3 * grid.budget_s or _fits("triton", B, N, V, 1, device):
             report.skipped.append((f"filters at {B} x {N} x {V}", "time or memory was over"))
             continue
         inputs = [_inputs(seed, B, N, V, device) for seed in range(max(1, min(16, 64 // B)))]
-        temperatures = torch.full((B,), sampled[0], device=device)
         held: dict[str, tuple[Filters | Processors | None, ...]] = {"no filters": ()}
         held |= {str(cuts): (Filters.of([cuts] * B, V, device=device),) for cuts in grid.cuts}
         held["bias and bitmask"] = (None, _all_allowed(B, N, V, device))
-        for what, more in held.items():
-            function: Callable[..., VerifyOutput] = backend.verify
-            results = [each.call(function, temperatures, *more) for each in inputs]
-            graphs = [
-                _capture(
-                    partial(each.call, _with(function, _empty_output(function, out)), temperatures, *more),
-                    None,
-                )
-                for each, out in zip(inputs, results, strict=True)
-            ]
-            times = _event_times([graph.replay for graph in graphs], grid.measure_ms)
-            visited = statistics.mean(float(out.accept_token_num.float().mean()) + 1 for out in results)
-            row = FilteredRow(N, B, V, sampled[0], "triton", what, statistics.median(times), visited)
-            report.filtered.append(row)
+        report.filtered += _filtered_rows(inputs, held, sampled[0], grid.measure_ms)
         if has_deployed and deployed.has_kernel and _fits("deployed", 2 * B, N, V, 0, device) is None:
             top_p = Filters.of([Cuts(top_p=0.9)] * B, V, device=device)
+            temperatures = torch.full((B,), sampled[0], device=device)
             try:
                 calls = [partial(each.call, deployed.sampled, temperatures, top_p) for each in inputs[:2]]
                 times = _event_times(calls, grid.measure_ms)
@@ -370,7 +357,40 @@ def _measure_filters(
                 report.filtered.append(
                     FilteredRow(N, B, V, sampled[0], "deployed", "top_p 0.9", statistics.median(times), 0.0)
                 )
+        for each in inputs:
+            each.logits.clamp_(max=_FLAT_PEAK)
+        del held["bias and bitmask"]
+        report.filtered += _filtered_rows(inputs, held, 1.0, grid.measure_ms, flat=True)
         del inputs
+
+
+def _filtered_rows(
+    inputs: list[_Inputs],
+    held: dict[str, tuple[Filters | Processors | None, ...]],
+    temperature: float,
+    measure_ms: float,
+    *,
+    flat: bool = False,
+) -> list[FilteredRow]:
+    """One figure of the sampler for each of ``held``, over these inputs."""
+    B, N, V = inputs[0].logits.shape
+    temperatures = torch.full((B,), temperature, device=inputs[0].logits.device)
+    function: Callable[..., VerifyOutput] = get_backend("triton").verify
+    rows = []
+    for what, more in held.items():
+        results = [each.call(function, temperatures, *more) for each in inputs]
+        graphs = [
+            _capture(
+                partial(each.call, _with(function, _empty_output(function, out)), temperatures, *more), None
+            )
+            for each, out in zip(inputs, results, strict=True)
+        ]
+        times = _event_times([graph.replay for graph in graphs], measure_ms)
+        visited = statistics.mean(float(out.accept_token_num.float().mean()) + 1 for out in results)
+        rows.append(
+            FilteredRow(N, B, V, temperature, "triton", what, statistics.median(times), visited, flat)
+        )
+    return rows
 
 
 def _all_allowed(B: int, N: int, V: int, device: torch.device) -> Processors:

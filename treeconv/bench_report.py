@@ -62,6 +62,8 @@ class FilteredRow:
         filters: which, "no filters", or "bias and bitmask" for those instead.
 
         visited: rows visited per request, mean; 0 where not counted.
+
+        flat: rows whose largest token has about an eighth of the mass, instead of nearly all of it.
     """
 
     num_draft_tokens: int
@@ -72,6 +74,7 @@ class FilteredRow:
     filters: str
     median_us: float
     visited: float
+    flat: bool = False
 
 
 @dataclass
@@ -143,8 +146,8 @@ def format_table(report: BenchReport) -> str:
         ratio = figure.median_us / plain.get(figure.batch_size, float("nan"))
         lines.append(
             f"filters: {figure.path} {figure.batch_size} x {figure.num_draft_tokens} x {figure.vocab_size},"
-            f" T {figure.temperature}, {figure.filters}: {figure.median_us:.1f} us,"
-            f" {ratio:.2f} x the sampler without"
+            f" T {figure.temperature}, {'flat rows, ' * figure.flat}{figure.filters}:"
+            f" {figure.median_us:.1f} us, {ratio:.2f} x the sampler without"
         )
     for why in dict.fromkeys(why for _, why in report.skipped):
         shapes = [shape for shape, reason in report.skipped if reason == why]

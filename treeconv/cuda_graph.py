@@ -1,12 +1,13 @@
 """One verification call captured as CUDA graphs, replayed on changing trees, logits, temperatures and coins.
 
 **Static** (fixed when the runner is made): the backend, the interface (logits or probabilities), N slots, V,
-the depth cap, the rows' dtype, the device, the generator, which processors, and the largest batch. The
-runner owns one set of input and output buffers of that size; every graph works on the first rows of them.
+the depth cap, the rows' dtype, the device, the generator, which processors, the filters' order, and the
+largest batch. The runner owns one set of input and output buffers of that size; every graph works on the
+first rows of them.
 
 **Free in every replay**: the trees and their sizes (up to N slots), rows, temperatures (0 included), coins,
-biases, bitmasks, and the batch size. A batch runs in the smallest captured bucket that holds it; the
-requests between are made single roots, and no result of theirs is handed out.
+biases, bitmasks, top-k, top-p and min-p, and the batch size. A batch runs in the smallest captured bucket
+that holds it; the requests between are made single roots, and no result of theirs is handed out.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from treeconv._validate import check_coins, check_int, check_rows, check_temperature, check_verify_input
+from treeconv._validate import (
+    check_coins,
+    check_filters,
+    check_int,
+    check_rows,
+    check_temperature,
+    check_verify_input,
+)
 from treeconv._validate_processors import check_processors
 from treeconv.backends.registry import get_backend
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.filters import FILTER_ORDERS, Cuts, Filters
 from treeconv.processors import PENALTIES, Processors, bitmask_words
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from treeconv.backends.base import Backend
+    from treeconv.filters import FilterOrder
     from treeconv.processors import ProcessorKind
 
 __all__ = ["CudaGraphRunner"]
@@ -72,9 +82,11 @@ class CudaGraphRunner:
         processors: which of "bias" and "bitmask" replays may bring, for logits alone. Penalties have no
             static shape: a committed text grows.
 
+        filter_order: "sequential" or "joint" where replays may bring top-k, top-p and min-p; None for none.
+
     Raises:
-        InvalidArgument: sizes below 1, a backend that waits for the device, one without this interface or
-            these processors, or ``rows`` that do not fit.
+        InvalidArgument: sizes below 1, a backend that waits for the device, one without this interface,
+            these processors or filters, or ``rows`` that do not fit.
         BackendUnavailable: the backend, or a CUDA device, is not here.
     """
 
@@ -92,6 +104,7 @@ class CudaGraphRunner:
         generator: torch.Generator | None = None,
         rows: torch.Tensor | None = None,
         processors: Collection[ProcessorKind] = (),
+        filter_order: FilterOrder | None = None,
     ) -> None:
         self.num_draft_tokens = check_int(num_draft_tokens, "num_draft_tokens", 1)
         self.vocab_size = check_int(vocab_size, "vocab_size", 1)
@@ -116,6 +129,12 @@ class CudaGraphRunner:
             )
         if processors and self._takes_probs:
             raise InvalidArgument("processors were given, but interface='probs' has none")
+        if filter_order not in (None, *FILTER_ORDERS):
+            raise InvalidArgument(f"filter_order={filter_order!r}, but must be None, 'sequential' or 'joint'")
+        if filter_order is not None and not traits.takes_filters:
+            raise InvalidArgument(
+                f"filter_order={filter_order!r}, but backend {self.backend.name!r} takes no filters"
+            )
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
                 raise BackendUnavailable(f"device={self.device}, but no CUDA device is here")
@@ -131,6 +150,9 @@ class CudaGraphRunner:
         self._generator = generator
         self._allocate(torch.float32 if self._takes_probs else rows_dtype, rows)
         self._processors = self._static_processors(processors)
+        self._filters: Filters | None = None
+        if filter_order is not None:  # of the largest batch, all off
+            self._filters = Filters.of([Cuts()] * self.batch_sizes[-1], vocab_size, filter_order, self.device)
         self._accepts_out = "out" in inspect.signature(self._method).parameters
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
 
@@ -233,6 +255,8 @@ class CudaGraphRunner:
             options["processors"] = Processors(
                 None if bias is None else bias[:size], None if mask is None else mask[:size]
             )
+        if (held := self._filters) is not None:
+            options["filters"] = Filters(held.top_k[:size], held.top_p[:size], held.min_p[:size], held.order)
         result = self._method(batch, *rows, coins, self.depth_cap, **options)
         for name in VerifyOutput.__dataclass_fields__:
             source, target = getattr(result, name), getattr(out, name)
@@ -290,6 +314,9 @@ class CudaGraphRunner:
         *,
         logit_bias: Any = None,
         token_bitmask: Any = None,
+        top_k: Any = None,
+        top_p: Any = None,
+        min_p: Any = None,
     ) -> VerifyOutput:
         """Verify a batch by replaying the graph of its bucket. Never waits for the device.
 
@@ -310,6 +337,13 @@ class CudaGraphRunner:
 
             token_bitmask: ``[B, N', ceil(V / 32)]`` int32, likewise.
 
+            top_k: None for off, whatever an earlier replay brought, an int or one a request; a tensor on the
+                device is taken as it is.
+
+            top_p: likewise, in (0, 1].
+
+            min_p: likewise, in [0, 1].
+
         Returns:
             The result for B requests. ``accept_index`` and ``predicts`` are laid out for the batch's own
             N'. The tensors belong to the runner where N' is the captured N: the next replay overwrites
@@ -317,7 +351,7 @@ class CudaGraphRunner:
 
         Raises:
             InvalidArgument: a batch that :meth:`can_run` refuses, or was not captured; bad rows,
-                temperatures, coins or processors, or processors that were not captured.
+                temperatures, coins, processors or filters, or such as were not captured.
         """
         check_verify_input(batch)
         reason = self._why_not(batch, rows, depth_cap)
@@ -340,6 +374,7 @@ class CudaGraphRunner:
             self._coins.accept[:B, :slots].copy_(coins.accept)
             self._coins.final[:B].copy_(coins.final)
         self._load_processors(batch, logit_bias, token_bitmask)
+        self._load_filters(batch, top_k, top_p, min_p)
         self._load(batch, size)
         self._graphs[size, coins is None]()
         return self._result(B, slots)
@@ -375,6 +410,20 @@ class CudaGraphRunner:
                 static[:B].fill_(0 if name == "logit_bias" else -1)
             else:
                 (static[:B] if name == "logit_bias" else static[:B, :slots]).copy_(value)
+
+    def _load_filters(self, batch: VerifyInput, top_k: Any, top_p: Any, min_p: Any) -> None:
+        """Filters into the static buffers, or what filters nothing."""
+        held, B = self._filters, batch.batch_size
+        order = "sequential" if held is None else held.order
+        given = check_filters(top_k, top_p, min_p, order, batch, self.vocab_size)
+        if held is None:
+            if given is not None:
+                raise InvalidArgument("filters were given, but must be captured: filter_order=")
+            return
+        if given is None:
+            given = Filters.of([Cuts()] * B, self.vocab_size, order, self.device)
+        for name in ("top_k", "top_p", "min_p"):
+            getattr(held, name)[:B].copy_(getattr(given, name))
 
     def _result(self, B: int, slots: int) -> VerifyOutput:
         N = self.num_draft_tokens

@@ -7,126 +7,136 @@ rising id, so what is kept is a *cut*: every token above it and, at it, the toke
 the low bits that say nothing in the rows' dtype, a *unit*. Units and values are one to one, so every
 decision about who is above whom is exact.
 
-**Finding it.** What a chunk publishes for its law, its maximum and its sum, bounds every other token's mass
-in it. Where the kept tokens are a few chunks' maxima and nothing else can be in between, as in a row that is
-sure of itself, that is all it takes. Otherwise all programs search together: the cut is the lowest unit ``t``
-with fewer than k tokens, and less mass than top-p's share, above it. In a round each chunk publishes how many
-tokens (six thresholds) or how much mass (three) it has above some units, and the interval shrinks sevenfold
-or fourfold. All of it is decided in float64, on sums of float32 in a fixed order: exact on dyadic
-probabilities, the same for any number of programs.
+**Finding it.** What a chunk publishes for its law bounds every other token's mass in it. That is enough where
+the kept tokens are a few chunks' maxima and nothing else can be in between, or where no decision depends on
+what else is kept, as in a row that is sure of itself: :mod:`.listed_cuts`. Otherwise, here, all programs
+search together: the cut is the lowest unit ``t`` with fewer than k tokens, and less mass than top-p's share,
+above it. It lies between bounds that the words give (k chunks' maxima are k tokens; V tokens of small mass
+are not 1 - p of the row) and the row's maximum. In a round each chunk publishes how many tokens (six
+thresholds) or how much mass (three) it has above some units, and the interval shrinks. All of it is decided
+in float64, on sums of float32 in a fixed order: exact on dyadic probabilities, the same for any number of
+programs.
 
 Masses are relative to the row's maximum, or probabilities as they are.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
+from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.published_words import as_float, publish, row_words, settled
-from treeconv.kernels.row_chunks import chunk_weight, ordered, slow_mass, total, unordered
+from treeconv.kernels.row_chunks import total, unordered
 from treeconv.kernels.row_values import fetch, read, values
-from treeconv.kernels.sibling_lists import siblings, without
+from treeconv.kernels.sibling_lists import without
 
-__all__ = ["find_cut", "is_kept", "rest_of_cut", "unit_shift"]
+__all__ = ["find_cut"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 _LOW = tl.constexpr(-0x80000000)  # below every unit
-_LOWEST = tl.constexpr(-0x7F800000)  # the key of the lowest finite float32
-_SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of masses and of their sums
-_LISTED = tl.constexpr(8)  # chunk maxima that are looked at one by one
-_BLOCK = tl.constexpr(1024)  # tokens at a time, where speed is not all
 _COUNT = tl.constexpr(0)  # stages of a search: for top-k's cut,
 _FIRST_K = tl.constexpr(1)  # for the mass of the first k tokens,
 _WEIGH = tl.constexpr(2)  # for top-p's cut,
 _LAST = tl.constexpr(3)  # and for what is above the cut and at it
 _DONE = tl.constexpr(4)
-
-
-def unit_shift(dtype: torch.dtype) -> int:
-    """Low bits of a float32's ordered key that say nothing where it was converted from this dtype."""
-    return {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
-
-
-@triton.jit
-def _unit(x, SHIFT: tl.constexpr):
-    return ordered(x + 0.0) >> SHIFT
+_SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of a row's sums
+_BY_VALUE = tl.constexpr(4)  # rounds whose thresholds are even in logits, not in units, which crowd at zero
+_FEW = tl.constexpr(64)  # units
 
 
 @triton.jit
-def _value(unit, SHIFT: tl.constexpr):
-    return unordered((unit << SHIFT) | tl.where(unit < 0, (1 << SHIFT) - 1, 0))
+def _even(low, high, which, count, turn, SHIFT: tl.constexpr, PROBS: tl.constexpr):
+    """One of ``count`` rising units in ``[low, high)``, or ``low`` if that is empty.
 
-
-@triton.jit
-def _mass(x, top, before, after, rate, PROBS: tl.constexpr, PTX: tl.constexpr):
-    if PROBS:
-        mass = x
-    else:
-        mass = slow_mass(x, top, before, after, rate, PTX)
-    return mass
-
-
-@triton.jit
-def is_kept(x, token, cut, cut_id, SHIFT: tl.constexpr):
-    """Whether tokens of these logits, or probabilities, are kept."""
-    unit = _unit(x, SHIFT)
-    return (unit > cut) | ((unit == cut) & (token <= cut_id))
-
-
-@triton.jit
-def _threshold(low, span, which, count):
-    """One of ``count`` units that cut ``[low, low + span]`` evenly; span is int64."""
-    return (low + (which + 1) * span // (count + 1)).to(tl.int32)
-
-
-@triton.jit
-def _publish_tails(
-    row, words_ptr, tag, rank, programs, V, low, span, stage, top, before, after, rate,
-    chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
-    SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Publish what each chunk has above some units.
-
-    At ``_COUNT`` tokens above six thresholds, two a word; at ``_WEIGH`` masses above three; else, with span
-    0, the mass above ``low``, the same, and tokens above ``low`` beside those at it.
+    They cut the interval evenly, in value for the first turns of a search.
     """
+    span = high.to(tl.int64) - low
+    unit = (low + (which + 1) * span // (count + 1)).to(tl.int32)
+    if not PROBS:
+        bottom = value_of(low, SHIFT).to(tl.float64)
+        height = value_of(high, SHIFT).to(tl.float64) - bottom
+        point = (bottom + height * ((which + 1) / (count + 1))).to(tl.float32)
+        by_value = tl.minimum(tl.maximum(unit_of(point, SHIFT), low), tl.maximum(high - 1, low))
+        unit = tl.where((turn < _BY_VALUE) & (span > _FEW), by_value, unit)
+    return unit
+
+
+@triton.jit
+def _around(low, high, pivot, top_unit, sixty_fourths):
+    """A unit in ``[low, high)``, or ``low``, so much of the way from ``pivot`` to the row's maximum."""
+    way = (top_unit.to(tl.int64) - pivot) * sixty_fourths
+    unit = tl.maximum(pivot + (way >> 6), low.to(tl.int64))
+    return tl.minimum(unit, tl.maximum(high - 1, low).to(tl.int64)).to(tl.int32)
+
+
+@triton.jit
+def _chunk_unit(units, chunk):
+    """The unit of a chunk's maximum."""
+    return tl.max(tl.where(tl.arange(0, 64) == chunk, units, _LOW), 0)
+
+
+@triton.jit
+def _publish_counts(
+    row, words, tag, rank, programs, V, units, thresholds, chunks: tl.constexpr, CHUNK: tl.constexpr,
+    VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
+):  # fmt: skip
+    """Publish how many tokens each chunk has above six rising thresholds, two counts a word."""
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    BLOCK: tl.constexpr = _BLOCK
+    t0, t1, t2, t3, t4, t5 = thresholds
     for chunk in range(rank, chunks, programs):
-        n0 = tl.zeros([BLOCK], tl.int32)
+        n0 = tl.zeros([], tl.int32)
         n1 = n0
         n2 = n0
-        m0 = tl.zeros([BLOCK], tl.float32)
+        if _chunk_unit(units, chunk) > t0:
+            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = values(fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
+            unit = unit_of(x, SHIFT)
+            n0 = tl.sum(tl.where(unit > t0, 1, 0) + tl.where(unit > t1, 1 << 16, 0), 0)
+            n1 = tl.sum(tl.where(unit > t2, 1, 0) + tl.where(unit > t3, 1 << 16, 0), 0)
+            n2 = tl.sum(tl.where(unit > t4, 1, 0) + tl.where(unit > t5, 1 << 16, 0), 0)
+        publish(words, 0, chunk, n0, tag)
+        publish(words, 1, chunk, n1, tag)
+        publish(words, 2, chunk, n2, tag)
+
+
+@triton.jit
+def _publish_masses(
+    row, words, tag, rank, programs, V, N, units, thresholds, last, top, before, after, rate, tokens, rest,
+    left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+    VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Publish how much mass each chunk has above three rising thresholds.
+
+    If ``last``, above the first, the same without the children, and tokens above beside those at it.
+    """
+    NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
+    t0, t1, t2 = thresholds
+    for chunk in range(rank, chunks, programs):
+        m0 = tl.zeros([], tl.float32)
         m1 = m0
         m2 = m0
-        index = chunk * CHUNK + tl.arange(0, BLOCK)
-        fetched = fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC)
-        for block in range(CHUNK // BLOCK):
-            x = values(fetched, row, index, VEC).to(tl.float32)
-            unit = _unit(x, SHIFT)
-            mass = _mass(x, top, before, after, rate, PROBS, PTX)
-            index += BLOCK
-            fetched = fetch(row, chunk * CHUNK + (block + 1) * BLOCK, index, V, NO_MASS, VEC)
-            if stage == _COUNT:
-                n0 += tl.where(unit > _threshold(low, span, 0, 6), 1, 0)
-                n0 += tl.where(unit > _threshold(low, span, 1, 6), 1 << 16, 0)
-                n1 += tl.where(unit > _threshold(low, span, 2, 6), 1, 0)
-                n1 += tl.where(unit > _threshold(low, span, 3, 6), 1 << 16, 0)
-                n2 += tl.where(unit > _threshold(low, span, 4, 6), 1, 0)
-                n2 += tl.where(unit > _threshold(low, span, 5, 6), 1 << 16, 0)
+        count = tl.zeros([], tl.int32)
+        start = chunk * CHUNK
+        if _chunk_unit(units, chunk) >= t0:
+            index = start + tl.arange(0, CHUNK)
+            x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
+            unit = unit_of(x, SHIFT)
+            mass = mass_of(x, top, before, after, rate, PROBS, PTX)
+            above = tl.where(unit > t0, mass, 0.0)
+            m0 = total(above, THREADS, VEC)
+            if last:
+                count = tl.sum(tl.where(unit > t0, 1, tl.where(unit == t0, 1 << 16, 0)), 0)
+                above, _ = without(
+                    above, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
+                )
+                m1 = total(above, THREADS, VEC)
             else:
-                m0 += tl.where(unit > _threshold(low, span, 0, 3), mass, 0.0)
-                m1 += tl.where(unit > _threshold(low, span, 1, 3), mass, 0.0)
-                m2 += tl.where(unit > _threshold(low, span, 2, 3), mass, 0.0)
-                n2 += tl.where(unit > low, 1, tl.where(unit == low, 1 << 16, 0))
-        first = total(m0, THREADS, VEC).to(tl.int32, bitcast=True)
-        second = total(m1, THREADS, VEC).to(tl.int32, bitcast=True)
-        third = total(m2, THREADS, VEC).to(tl.int32, bitcast=True)
-        publish(words_ptr, 0, chunk, tl.where(stage == _COUNT, tl.sum(n0, 0), first), tag)
-        publish(words_ptr, 1, chunk, tl.where(stage == _COUNT, tl.sum(n1, 0), second), tag)
-        publish(words_ptr, 2, chunk, tl.where(stage == _WEIGH, third, tl.sum(n2, 0)), tag)
+                m1 = total(tl.where(unit > t1, mass, 0.0), THREADS, VEC)
+                m2 = total(tl.where(unit > t2, mass, 0.0), THREADS, VEC)
+        publish(words, 0, chunk, m0, tag)
+        publish(words, 1, chunk, m1, tag)
+        publish(words, 2, chunk, tl.where(last, count, m2.to(tl.int32, bitcast=True)), tag)
 
 
 @triton.jit
@@ -152,227 +162,147 @@ def _nth_tie(row, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr):
     """The id of a chunk's nth token at the cut, from 1."""
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     x = read(row, index, index < V, float("nan")).to(tl.float32)
-    tie = tl.where((_unit(x, SHIFT) == cut) & (x == x), 1, 0)
+    tie = tl.where((unit_of(x, SHIFT) == cut) & (x == x), 1, 0)
     return tl.min(tl.where((tie == 1) & (tl.cumsum(tie, 0) == nth), index, _BIG), 0)
 
 
 @triton.jit
 def find_cut(
-    row, words_ptr, epoch, step, rank, programs, V, top_key, top_k, top_p, min_p, temperature, before,
-    after,
-    rate, limit, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
-    SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+    row, words_ptr, epoch, step, rank, programs, V, N, top_key, top_k, top_p, temperature, units, masses,
+    goal, floor, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
+    CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr,
+    JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Where the filters cut a row whose words are published.
+    """Where the filters cut a row, by a search of all programs; ``units`` to ``floor`` are the list's.
 
-    Returns the cut's unit, how many tokens at it are kept, the last one's id (or a higher one that is no
-    tie), the mass that is kept, whether every kept token is its chunk's maximum, and the step.
+    ``tokens``, ``rest`` and ``left`` are the first block of the children. Returns the cut's unit, how many
+    tokens at it are kept, the last one's id (or a higher one that is no tie), the mass that is kept, per
+    chunk the mass above the cut, the same without the children and the tokens at the cut, and the step.
     """
     place = tl.arange(0, 64)
-    keys, sums, _ = settled(row_words(words_ptr, step), epoch + step, chunks)
-    keys = tl.where(place < chunks, keys, _LOW)
-    units = tl.where(place < chunks, keys >> SHIFT, _LOW)
     top = unordered(top_key)
-    if PROBS:
-        peaks = tl.where(keys > 0, unordered(keys), 0.0)
-        masses = as_float(sums)
-    else:
-        peaks = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
-        peaks = tl.where(place < chunks, peaks, 0.0)
-        masses = as_float(sums) * peaks
-    row_sum = tl.sum(masses, 0)
-    # No token of a chunk but its maximum has more mass than this.
-    others = tl.maximum(masses - peaks, 0.0) + masses * _SLACK
     top_unit = top_key >> SHIFT
     share = top_p.to(tl.float64)
-    goal = tl.where(top_p < 1.0, share * row_sum.to(tl.float64), float("inf"))
     limited = top_k < V
-    if PROBS:
-        least = top.to(tl.float64) * min_p.to(tl.float64)
-        least_mass = least
-        floor = tl.full([], 1, tl.int32)
-        depth = floor
-    else:
-        least_mass = min_p.to(tl.float64)
-        least = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64))
-        floor = tl.full([], _LOWEST >> SHIFT, tl.int32)
-        # Beyond 88 temperatures below the maximum a mass is zero.
-        depth = _unit(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
-    single = least.to(tl.float32)
-    key = ordered(single + 0.0) + tl.where(single.to(tl.float64) < least, 1, 0)
-    floor = tl.maximum(floor, (key + tl.where(key < 0, 0, (1 << SHIFT) - 1)) >> SHIFT)
-
-    # 1. the largest tokens one by one, as long as each is its chunk's maximum
-    ahead = units
-    taken = 0
-    kept = tl.zeros([], tl.float64)
-    kept_before = kept
     cut = top_unit
     cut_ties = 0
-    chunk = 0
-    mass = kept  # of the last
-    hidden = tl.zeros([], tl.float32)  # no other token of those chunks has more mass
-    found = 0
-    looking = 1
-    while looking == 1:
-        following = tl.max(ahead, 0)
-        bound = hidden.to(tl.float64) * (1.0 + 2.0 * _SLACK)
-        below = (following < floor) & (bound < least_mass)
-        if (taken > 0) & ((taken >= top_k) | (kept >= goal) | below):
-            looking = 0
-            # In the sequential order top-p's share is of the first k: this much of it is known.
-            sure = True
-            if not JOINT:
-                sure = (not limited) | (top_p >= 1.0) | (kept_before < share * kept)
-            found = tl.where((bound < mass) & sure, 1, 0)
-        else:
-            chunk = tl.min(tl.where(ahead == following, place, _BIG), 0)
-            here = place == chunk
-            mass = tl.sum(tl.where(here, peaks, 0.0), 0).to(tl.float64)
-            if (bound >= mass) | (taken == _LISTED) | (following < floor):
-                looking = 0
+    cut_id = _BIG
+    kept = tl.zeros([], tl.float64)
+    above = tl.zeros([64], tl.float32)
+    above_rest = above
+    ties = tl.zeros([64], tl.int32)
+    depth = tl.full([], 1, tl.int32)  # the lowest unit of any mass
+    if not PROBS:  # beyond 88 temperatures below the maximum a mass is zero
+        depth = unit_of(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
+    tail = depth
+    if not PROBS:
+        if top_p < 1.0:  # all V tokens at this mass would not be what top-p leaves out of a row
+            mass = (1.0 - share) * tl.sum(masses, 0).to(tl.float64) * (1.0 - _SLACK) / V
+            height = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(mass)
+            lowest = tl.maximum(height, -3.4028234663852886e38).to(tl.float32)
+            tail = tl.maximum(depth, unit_of(lowest, SHIFT) - 1)
+    low = tl.maximum(floor, depth)
+    high = top_unit
+    pivot = high
+    tight = True
+    turn = 0
+    stage = _LAST
+    if top_p < 1.0:
+        stage = _WEIGH
+    if limited:
+        stage = _COUNT
+        if not JOINT:  # top-p's share is of the first k, whatever min-p leaves of them
+            low = tl.where(top_p < 1.0, depth, low)
+        pivot = _kth(units, tl.minimum(top_k, chunks), low, high)
+        tight = top_k <= chunks
+        if tight:
+            low = pivot
+    else:
+        low = tl.maximum(low, tail)
+    while stage != _DONE:
+        if (stage == _COUNT) & (low >= high):
+            if top_p < 1.0:
+                high = top_unit
+                stage = _WEIGH if JOINT else _FIRST_K
+                if JOINT:
+                    low = tl.maximum(low, tl.minimum(tail, high))
             else:
-                kept_before = kept
-                kept += mass
-                cut_ties = tl.where(following == cut, cut_ties + 1, 1)
-                cut = following
-                taken += 1
-                hidden = tl.maximum(hidden, tl.max(tl.where(here, others, 0.0), 0))
-                ahead = tl.where(here, _LOW, ahead)
-    cut_id = chunk * CHUNK + CHUNK - 1
-
-    # 2. a search of all programs
-    if found == 0:
-        low = tl.maximum(floor, depth)
-        high = top_unit
-        stage = _LAST
-        if top_p < 1.0:
-            stage = _WEIGH
-        if limited:
-            stage = _COUNT
-            if not JOINT:  # top-p's share is of the first k, whatever min-p leaves of them
-                low = tl.where(top_p < 1.0, depth, low)
-            low = _kth(units, top_k, low, high)
-        while stage != _DONE:
-            if (stage == _COUNT) & (low >= high):
-                if top_p < 1.0:
-                    high = top_unit
-                    stage = _WEIGH if JOINT else _FIRST_K
-                else:
-                    stage = _LAST
-            if (stage == _WEIGH) & (low >= high):
                 stage = _LAST
-            step += 1
-            tag = epoch + step
-            words = row_words(words_ptr, step)
-            span = tl.where((stage == _COUNT) | (stage == _WEIGH), high.to(tl.int64) - low, 0)
-            _publish_tails(
-                row, words, tag, rank, programs, V, low, span, stage, top, before, after, rate,
-                chunks, CHUNK, THREADS, VEC, SHIFT, PROBS, PTX,
+        if (stage == _WEIGH) & (low >= high):
+            stage = _LAST
+        step += 1
+        tag = epoch + step
+        words = row_words(words_ptr, step)
+        if stage == _COUNT:
+            if turn == 0:  # ever further above a bound; on both sides where it is none
+                t0 = _around(low, high, pivot, top_unit, tl.where(tight, 1, -64))
+                t1 = _around(low, high, pivot, top_unit, tl.where(tight, 2, -16))
+                t2 = _around(low, high, pivot, top_unit, tl.where(tight, 4, -4))
+                t3 = _around(low, high, pivot, top_unit, tl.where(tight, 8, 4))
+                t4 = _around(low, high, pivot, top_unit, 16)
+                t5 = _around(low, high, pivot, top_unit, 32)
+            else:
+                t0 = _even(low, high, 0, 6, turn, SHIFT, PROBS)
+                t1 = _even(low, high, 1, 6, turn, SHIFT, PROBS)
+                t2 = _even(low, high, 2, 6, turn, SHIFT, PROBS)
+                t3 = _even(low, high, 3, 6, turn, SHIFT, PROBS)
+                t4 = _even(low, high, 4, 6, turn, SHIFT, PROBS)
+                t5 = _even(low, high, 5, 6, turn, SHIFT, PROBS)
+            _publish_counts(
+                row, words, tag, rank, programs, V, units, (t0, t1, t2, t3, t4, t5), chunks, CHUNK, VEC,
+                SHIFT, PROBS,
             )  # fmt: skip
             first, second, third = settled(words, tag, chunks)
-            if stage == _COUNT:
-                start = low
-                for which in tl.static_range(6):
-                    word = first if which < 2 else (second if which < 4 else third)
-                    count = tl.sum((word >> (16 * (which % 2))) & 0xFFFF, 0)
-                    low, high = _narrowed(low, high, _threshold(start, span, which, 6), count < top_k)
+            low, high = _narrowed(low, high, t0, tl.sum(first & 0xFFFF, 0) < top_k)
+            low, high = _narrowed(low, high, t1, tl.sum(first >> 16, 0) < top_k)
+            low, high = _narrowed(low, high, t2, tl.sum(second & 0xFFFF, 0) < top_k)
+            low, high = _narrowed(low, high, t3, tl.sum(second >> 16, 0) < top_k)
+            low, high = _narrowed(low, high, t4, tl.sum(third & 0xFFFF, 0) < top_k)
+            low, high = _narrowed(low, high, t5, tl.sum(third >> 16, 0) < top_k)
+            turn += 1
+        else:
+            t0 = low
+            t1 = low
+            t2 = low
+            if stage == _WEIGH:
+                t0 = _even(low, high, 0, 3, turn, SHIFT, PROBS)
+                t1 = _even(low, high, 1, 3, turn, SHIFT, PROBS)
+                t2 = _even(low, high, 2, 3, turn, SHIFT, PROBS)
+            _publish_masses(
+                row, words, tag, rank, programs, V, N, units, (t0, t1, t2), stage != _WEIGH, top, before,
+                after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC,
+                SHIFT, JUMP, PROBS, PTX,
+            )  # fmt: skip
+            first, second, third = settled(words, tag, chunks)
+            above = as_float(first)
+            mass_above = tl.sum(above, 0).to(tl.float64)
+            above_rest = as_float(second)
+            if stage == _WEIGH:
+                low, high = _narrowed(low, high, t0, mass_above < goal)
+                low, high = _narrowed(low, high, t1, tl.sum(above_rest, 0).to(tl.float64) < goal)
+                low, high = _narrowed(low, high, t2, tl.sum(as_float(third), 0).to(tl.float64) < goal)
+                low = tl.minimum(low, high)  # if rounding orders two sums the other way
+                turn += 1
             else:
-                if stage == _WEIGH:
-                    start = low
-                    for which in tl.static_range(3):
-                        word = first if which == 0 else (second if which == 1 else third)
-                        mass = tl.sum(as_float(word), 0).to(tl.float64)
-                        low, high = _narrowed(low, high, _threshold(start, span, which, 3), mass < goal)
-                    low = tl.minimum(low, high)  # if rounding orders two sums the other way
+                ties = third >> 16
+                all_ties = tl.sum(ties, 0)
+                each = mass_of(value_of(low, SHIFT), top, before, after, rate, PROBS, PTX).to(tl.float64)
+                cut_ties = tl.minimum(all_ties, top_k - tl.sum(third & 0xFFFF, 0))
+                if stage == _FIRST_K:
+                    goal = share * (mass_above + cut_ties.to(tl.float64) * each)
+                    low = tl.maximum(low, floor)
+                    stage = _WEIGH
+                    turn = 0
                 else:
-                    mass_above = tl.sum(as_float(first), 0).to(tl.float64)
-                    ties = third >> 16
-                    all_ties = tl.sum(ties, 0)
-                    each = _mass(_value(low, SHIFT), top, before, after, rate, PROBS, PTX).to(tl.float64)
-                    cut_ties = tl.minimum(all_ties, top_k - tl.sum(third & 0xFFFF, 0))
-                    if stage == _FIRST_K:
-                        goal = share * (mass_above + cut_ties.to(tl.float64) * each)
-                        low = tl.maximum(low, floor)
-                        stage = _WEIGH
-                    else:
-                        cut = low
-                        if (top_p < 1.0) & (each > 0.0):  # a tie is kept if less than the goal is before it
-                            room = tl.maximum(tl.ceil((goal - mass_above) / each), 1.0)
-                            cut_ties = tl.minimum(cut_ties.to(tl.float64), room).to(tl.int32)
-                        kept = mass_above + cut_ties.to(tl.float64) * each
-                        cut_id = _BIG
-                        if cut_ties < all_ties:
-                            earlier = tl.cumsum(ties, 0) - ties
-                            chunk = tl.max(tl.where(earlier < cut_ties, place, 0), 0)
-                            nth = cut_ties - tl.sum(tl.where(place == chunk, earlier, 0), 0)
-                            cut_id = _nth_tie(row, chunk, cut, nth, V, CHUNK, SHIFT)
-                        stage = _DONE
-    return cut, cut_ties, cut_id, kept.to(tl.float32), found, step
-
-
-@triton.jit
-def rest_of_cut(
-    row, words_ptr, epoch, step, rank, programs, V, N, cut, cut_ties, cut_id, listed, tested, coin, top,
-    before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
-    CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr,
-    PROBS: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """What a cut row leaves for the bonus: its sum, ``coin``'s chunk, the mass before it; and the step.
-
-    Without the children if they were ``tested``; ``tokens``, ``rest`` and ``left`` are their first block.
-    Where kept tokens are ``listed``, the last step's words are the row's own: they tell which chunks have
-    any.
-    """
-    NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    place = tl.arange(0, 64)
-    row_keys = row_words(words_ptr, step)
-    step += 1
-    tag = epoch + step
-    words = row_words(words_ptr, step)
-    for chunk in range(rank, chunks, programs):
-        count = tl.zeros([_BLOCK], tl.int32)
-        mass = tl.zeros([_BLOCK], tl.float32)
-        key = (tl.load(row_keys + chunk, volatile=True) >> 32).to(tl.int32)
-        width = tl.where((listed == 1) & ((key >> SHIFT) < cut), 0, CHUNK)
-        for start in range(chunk * CHUNK, chunk * CHUNK + width, _BLOCK):
-            index = start + tl.arange(0, _BLOCK)
-            x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
-            unit = _unit(x, SHIFT)
-            count += tl.where(unit == cut, 1, 0)
-            above = tl.where(unit > cut, _mass(x, top, before, after, rate, PROBS, PTX), 0.0)
-            if tested:
-                above, _ = without(
-                    above, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, _BLOCK, JUMP, PTX
-                )
-            mass += above
-        ties = tl.sum(count, 0)
-        publish(words, 0, chunk, total(mass, THREADS, VEC), tag)
-        publish(words, 1, chunk, ties, tag)
-        publish(words, 2, chunk, ties, tag)
-
-    # Kept children at the cut, by chunk: whole tokens, so that their mass is not lost in a difference.
-    gone = tl.zeros([64], tl.int32)
-    more = tl.where(tested, 1, 0)
-    while more == 1:
-        child_x = read(row, tokens, tokens >= 0, NO_MASS).to(tl.float32)
-        at_cut = (tokens >= 0) & (tokens <= cut_id) & (_unit(child_x, SHIFT) == cut)
-        token = tl.min(tl.where(at_cut, tokens, _BIG), 0)
-        while token < _BIG:
-            gone += tl.where(place == token // CHUNK, 1, 0)
-            token = tl.min(tl.where(at_cut & (tokens > token), tokens, _BIG), 0)
-        more = tl.where(rest >= 0, 1, 0)
-        if more == 1:
-            _, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
-
-    masses, ties, _ = settled(words, tag, chunks)
-    kept_ties = tl.minimum(tl.maximum(cut_ties - (tl.cumsum(ties, 0) - ties), 0), ties)
-    each = _mass(_value(cut, SHIFT), top, before, after, rate, PROBS, PTX)
-    residual = as_float(masses) + (kept_ties - gone).to(tl.float32) * each
-    residual_sum = tl.sum(residual, 0)
-    prefix = tl.cumsum(residual, 0)
-    over = (prefix.to(tl.float64) > coin.to(tl.float64) * residual_sum.to(tl.float64)) & (residual > 0.0)
-    chunk = tl.min(tl.where(over, place, _BIG), 0)
-    chunk = tl.where(chunk == _BIG, tl.max(tl.where(residual > 0.0, place, 0), 0), chunk)
-    base = tl.sum(tl.where(place == chunk - 1, prefix, 0.0), 0)
-    return residual_sum, chunk, base, step
+                    cut = low
+                    if (top_p < 1.0) & (each > 0.0):  # a tie is kept if less than the goal is before it
+                        room = tl.maximum(tl.ceil((goal - mass_above) / each), 1.0)
+                        cut_ties = tl.minimum(cut_ties.to(tl.float64), room).to(tl.int32)
+                    kept = mass_above + cut_ties.to(tl.float64) * each
+                    if cut_ties < all_ties:
+                        earlier = tl.cumsum(ties, 0) - ties
+                        chunk = tl.max(tl.where(earlier < cut_ties, place, 0), 0)
+                        nth = cut_ties - tl.sum(tl.where(place == chunk, earlier, 0), 0)
+                        cut_id = _nth_tie(row, chunk, cut, nth, V, CHUNK, SHIFT)
+                    stage = _DONE
+    return cut, cut_ties, cut_id, kept.to(tl.float32), above, above_rest, ties, step

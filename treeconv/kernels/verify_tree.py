@@ -3,7 +3,7 @@
 **Contract.** For each request the walk of DESIGN section 2 (target-only, one coin a node, half-open buckets)
 over logits (``PROBS`` false; law ``softmax(x / T)``, ``T == 0`` is the lowest-index argmax) or over
 probabilities (``PROBS`` true; taken as they are), after top-k, top-p and min-p where ``FILTERS`` is on
-(:mod:`.filter_cuts`). Logits are those that a bias and a bitmask leave where there are any
+(:mod:`.filtered_rows`). Logits are those that a bias and a bitmask leave where there are any
 (:mod:`.row_values`). Every element of every output is written on every call. A pointer outside ``[0, N)``
 counts as -1, every loop is bounded by N, a candidate outside ``[0, V)`` has mass zero: no input makes the
 kernel hang or leave its buffers. A row the walk does not visit is never read (its lines may be prefetched
@@ -43,8 +43,10 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels import launch
+from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
-from treeconv.kernels.filter_cuts import find_cut, is_kept, rest_of_cut, unit_shift
+from treeconv.kernels.filter_units import is_kept, unit_shift
+from treeconv.kernels.filtered_rows import decide
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
 from treeconv.kernels.row_chunks import (
     chunk_mass,
@@ -52,7 +54,6 @@ from treeconv.kernels.row_chunks import (
     maximum_key,
     prefetch,
     scales,
-    slow_mass,
     unordered,
 )
 from treeconv.kernels.row_values import fetch, read, readable, values
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
 
 __all__ = ["INTERPRETED", "verify_tree"]
 
-_NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
 _BIG = tl.constexpr(1 << 30)  # above every token
 
 
@@ -172,9 +172,7 @@ def _verify_tree_kernel(
     last_top = 0.0
     residual_sum = 0.0
     cut = 0  # what a filter keeps of the last row: units above the cut, and at it tokens up to cut_id
-    cut_ties = 0
     cut_id = 0
-    listed = 0
 
     active = 1
     while active == 1:
@@ -244,71 +242,34 @@ def _verify_tree_kernel(
                         weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
                         row_sums += masses_of(sums2, weight2)
                     row_sum = tl.sum(row_sums, 0)
-            if FILTERS:
-                if filtered:
-                    cut, cut_ties, cut_id, row_sum, listed, step = find_cut(
-                        row, words_ptr + 384 * b, epoch, step, rank, programs, V, top_key, top_k, top_p,
-                        min_p,
-                        temperature, before, after, rate, limit, chunks, CHUNK, THREADS, VEC, SHIFT,
-                        FILTERS == 2,
-                        PROBS, PTX,
-                    )  # fmt: skip
 
             # 2a. the children, in order
-            acc = 0.0
-            hit = _NEVER
-            last = -1  # the last child of positive mass
-            turned = 0  # whether these are no longer the first children
-            testing = tl.where(used < cap, 1, 0)
-            while testing == 1:
-                p = child_x.to(tl.float32)
-                if not PROBS:
-                    p = slow_mass(p, top, before, after, rate, PTX)
-                    p = tl.where(greedy, tl.where(tokens == bonus, 1.0, 0.0), p)
-                if FILTERS:
-                    kept = is_kept(child_x.to(tl.float32), tokens, cut, cut_id, SHIFT) | (not filtered)
-                    p = tl.where(kept, p, 0.0)
-                prefix = acc + tl.cumsum(p, 0)
-                packed = (lane << 10) | nodes
-                accepts = prefix.to(tl.float64) > coin.to(tl.float64) * row_sum.to(tl.float64)
-                hit = tl.min(tl.where((p > 0.0) & accepts, packed, _NEVER), 0)
-                testing = 0
-                if hit == _NEVER:
-                    block_last = tl.max(tl.where(p > 0.0, packed, -1), 0)
-                    last = tl.where(block_last >= 0, block_last & 0x3FF, last)
-                    if rest >= 0:
-                        testing = 1
-                        turned = 1
-                        acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
-                        nodes, tokens, rest, left = siblings(
-                            sibling_ptr, candidates_ptr, rest, left, N, V, JUMP
-                        )
-                        child_x = read(row, tokens, tokens >= 0, NO_MASS)
+            if FILTERS:
+                hit, last, filtered_sum, cut_chunk, cut_base, cut, cut_id, step = decide(
+                    child_x, nodes, tokens, rest, left, coin, tl.load(final_ptr + b), used < cap, row,
+                    row_sum, tops, sums, tops2, sums2, words_ptr + 384 * b, epoch, step, rank, programs,
+                    filtered, top_k, top_p, min_p, greedy, bonus, temperature, top_key, before, after, rate,
+                    limit, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP,
+                    FILTERS, PROBS, PTX,
+                )  # fmt: skip
+            else:
+                hit, last, _ = first_accepted(
+                    child_x, nodes, tokens, rest, left, used < cap, row, coin, row_sum, row_sum, 1,
+                    filtered, 0, 0, greedy, bonus, top, before, after, rate, sibling_ptr, candidates_ptr,
+                    N, V, SHIFT, JUMP, PROBS, FILTERS, PTX,
+                )  # fmt: skip
 
             # 2b. accept, or end the walk
             chosen = hit & 0x3FF
-            if hit == _NEVER:
+            if hit == NEVER:
                 residual = masses_of(tl.where(used < cap, rests, sums), weight)
                 both = residual
                 if TWO:
                     residual2 = masses_of(tl.where(used < cap, rests2, sums2), weight2)
                     both = residual + residual2
                 residual_sum = tl.sum(both, 0)
-                cut_chunk = 0
-                cut_base = 0.0
                 if FILTERS:
-                    if filtered:
-                        if turned == 1:
-                            nodes, tokens, rest, left = siblings(
-                                sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
-                            )
-                        residual_sum, cut_chunk, cut_base, step = rest_of_cut(
-                            row, words_ptr + 384 * b, epoch, step, rank, programs, V, N, cut, cut_ties,
-                            cut_id,
-                            listed, used < cap, tl.load(final_ptr + b), top, before, after, rate, tokens,
-                            rest, left,
-                            sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP, PROBS, PTX,
-                        )  # fmt: skip
+                    residual_sum = tl.where(filtered, filtered_sum, residual_sum)
                 if greedy:
                     residual_sum = tl.where(last >= 0, 0.0, 1.0)
                 chosen = tl.where(residual_sum > 0.0, -1, last)
