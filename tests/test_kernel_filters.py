@@ -126,13 +126,17 @@ def test_decisions_by_bounds_are_those_of_the_cut(order):
 
 def test_a_row_is_searched_only_where_a_decision_depends_on_its_cut():
     """Epochs tell: one exchange a visited row by bounds, more where the cut had to be known."""
-    V, peaked = 2100, {1100: 4000, **dict.fromkeys(range(6, 96), 1), 2000: 6}
-    cuts = [Cuts(top_k=50)] * 5
-    coins = [0.5, 0.99, 0.5, 0.5, 0.98]  # the child's mass is 4000 of 4096, or 1
-    finals = [0.5, 0.5, 0.5, 0.001, 0.5]
-    for child, searched in ((1100, [0, 1, 0, 0, 1]), (6, [0, 0, 0, 1, 0])):
+    V, cuts = 2100, [Cuts(top_k=50)] * 5
+    one_large = {1100: 4000, **dict.fromkeys(range(6, 96), 1), 2000: 6}
+    two_large = {1100: 2200, 50: 1500, **dict.fromkeys(range(2000, 2099), 4)}
+    coins, finals = [0.5, 0.99, 0.5, 0.5, 0.98], [0.5, 0.5, 0.5, 0.001, 0.5]
+    for masses, child, searched in (
+        (one_large, 1100, [0, 1, 0, 0, 1]),  # its share of what is kept is 4000 of 4096, or more
+        (one_large, 6, [0, 0, 0, 1, 0]),  # may be kept or not, and may be the bonus then
+        (two_large, 1100, [0, 1, 0, 0, 1]),  # surely rejected: the largest token is no bonus
+    ):
         backend = TritonBackend()
-        call = one_row(V, peaked, child, coins, finals, cuts, "sequential")
+        call = one_row(V, masses, child, coins, finals, cuts, "sequential")
         got = backend.verify_probs(*call[:3], 3, call[3])
         want = EagerBackend().verify_probs(*call[:3], 3, call[3])
         assert_alike(got, want)

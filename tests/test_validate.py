@@ -22,7 +22,7 @@ from treeconv import (
     verify,
     verify_probs,
 )
-from treeconv._validate import check_verify_input
+from treeconv._validate import check_coins, check_verify_input
 
 NAN, INF = float("nan"), float("inf")
 TREE = DraftTree([-1, 0, 0, 1], [9, 5, 7, 2])
@@ -408,3 +408,12 @@ def test_cuda_style_batches_are_not_read_back():
         )
         is None
     )
+
+
+@pytest.mark.parametrize("size", [2, 200])
+def test_coins_that_require_grad_are_read_all_the_same(size):
+    batch = to_verify_input([DraftTree((-1,), (0,))] * size)
+    coins = Coins(torch.full((size, 1), 0.5).requires_grad_(), torch.full((size,), 0.25).requires_grad_())
+    checked = check_coins(coins, batch)
+    assert checked.accept.tolist() == [[0.5]] * size
+    assert not checked.final.requires_grad

@@ -360,6 +360,7 @@ def check_coins(coins: Coins, batch: VerifyInput) -> Coins:
             raise InvalidArgument(f"coins.{name}.dtype={values.dtype}, but must be torch.float32")
         if values.device != batch.device:
             raise InvalidArgument(f"coins.{name}.device={values.device}, but must be {batch.device}")
+        values = values.detach()
         if values.is_cpu and not _are_surely_in_0_1(values):
             outside = values[~((values >= 0) & (values <= 1))]
             if len(outside):
