@@ -126,20 +126,25 @@ def test_decisions_by_bounds_are_those_of_the_cut(order):
 
 def test_a_row_is_searched_only_where_a_decision_depends_on_its_cut():
     """Epochs tell: one exchange a visited row by bounds, more where the cut had to be known."""
-    V, cuts = 2100, [Cuts(top_k=50)] * 5
+    V = 2100
     one_large = {1100: 4000, **dict.fromkeys(range(6, 96), 1), 2000: 6}
-    two_large = {1100: 2200, 50: 1500, **dict.fromkeys(range(2000, 2099), 4)}
-    coins, finals = [0.5, 0.99, 0.5, 0.5, 0.98], [0.5, 0.5, 0.5, 0.001, 0.5]
-    for masses, child, searched in (
-        (one_large, 1100, [0, 1, 0, 0, 1]),  # its share of what is kept is 4000 of 4096, or more
-        (one_large, 6, [0, 0, 0, 1, 0]),  # may be kept or not, and may be the bonus then
-        (two_large, 1100, [0, 1, 0, 0, 1]),  # surely rejected: the largest token is no bonus
-    ):
+    two_large = {1100: 2200, 2050: 16, 2060: 1500, **dict.fromkeys(range(2061, 2099), 10)}
+    cases = [  # what is kept is known to lie between the largest tokens and all
+        (one_large, 50, 1100, 0.5, 0.5, 0),
+        (one_large, 50, 1100, 0.99, 0.5, 1),  # its share of what is kept is 4000 of 4096, or more
+        (one_large, 50, 1100, 0.98, 0.5, 1),
+        (one_large, 50, 6, 0.5, 0.5, 0),
+        (one_large, 50, 6, 0.5, 0.001, 1),  # may be kept or not, and the bonus then
+        (one_large, 50, 6, 0.0001, 0.5, 1),  # or accepted
+        (two_large, 20, 1100, 0.99, 0.3, 1),  # surely rejected: the largest token is no bonus
+        (two_large, 20, 2060, 0.3, 0.3, 0),
+        (two_large, 20, 2060, 0.375, 0.3, 1),  # 1500 of 3888 are kept of 4096
+        (two_large, 20, 2060, 0.42, 0.3, 0),
+    ]
+    for masses, k, child, coin, final, searched in cases:
         backend = TritonBackend()
-        call = one_row(V, masses, child, coins, finals, cuts, "sequential")
+        call = one_row(V, masses, child, [coin], [final], [Cuts(top_k=k)], "sequential")
         got = backend.verify_probs(*call[:3], 3, call[3])
-        want = EagerBackend().verify_probs(*call[:3], 3, call[3])
-        assert_alike(got, want)
-        rows = (got.accept_token_num + 1).tolist()
-        more = [steps - n for steps, n in zip(steps_of(backend), rows, strict=False)]
-        assert [min(1, steps) for steps in more] == searched
+        assert_alike(got, EagerBackend().verify_probs(*call[:3], 3, call[3]))
+        steps, visited = steps_of(backend)[0], int(got.accept_token_num[0]) + 1
+        assert min(1, steps - visited) == searched, (child, coin, final)
