@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     CoinVector = tuple[Sequence[float], float]
 
 __all__ = [
+    "as_handed",
     "as_probs",
     "bytes_of",
     "call",
@@ -74,6 +75,31 @@ def as_probs(case: VerifyCase) -> VerifyCase:
         for request in case.requests
     ]
     return replace(case, requests=tuple(requests), kind="probs", rows_dtype="float32")
+
+
+def as_handed(case: VerifyCase, backend: Backend) -> VerifyCase:
+    """The case as the backend takes it: without what its traits do not claim, in a dtype that they do."""
+    traits = backend.traits
+    without: dict[str, Any] = {}
+    if case.is_filtered and not traits.takes_filters:
+        without |= {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+    if case.rule not in traits.rules:
+        without["draft_probs"] = None
+    unknown = case.processor_kinds - set(traits.takes_processors)
+    if without or unknown:
+        requests = [
+            replace(request, **without, processors=request.processors.without(unknown))
+            for request in case.requests
+        ]
+        rule = case.rule if case.rule in traits.rules else "target_only"
+        case = replace(case, requests=tuple(requests), rule=rule)
+    if case.kind == "probs" and not traits.takes_probs:
+        case = case.as_logits()
+    if case.kind == "logits" and not traits.takes_logits:
+        return as_probs(case)
+    if case.kind == "logits" and case.rows_dtype not in traits.rows_dtypes:
+        return case.with_rows_dtype(traits.rows_dtypes[0])
+    return case
 
 
 def input_tensors(tensors: CaseTensors) -> dict[str, torch.Tensor]:

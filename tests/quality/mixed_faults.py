@@ -1,0 +1,194 @@
+"""Wrong where two settings meet, and right alone: filters on processed rows, by every rule; their status.
+
+:class:`MixedSampler` is right: ``processed_rule_faults``'s rules on processed and then filtered rows.
+"""
+
+import numpy as np
+import torch
+from processed_rule_faults import ProcessedRuleSampler
+from processor_faults import ProcessorSampler
+from registry import planting
+from rule_faults import RuleSampler
+
+from treeconv.backends.base import BackendTraits
+from treeconv.filters import Cuts
+from treeconv.processors import PROCESSORS, Processors
+from treeconv.rules import RULES
+from treeconv.sampling import target_probs
+
+
+class MixedSampler(ProcessedRuleSampler):
+    """A right verifier with everything: processors, filters, every rule."""
+
+    name = "right-mixed"
+    traits = BackendTraits(devices=("cpu",), rules=RULES, takes_filters=True, takes_processors=PROCESSORS)
+
+    def verify(
+        self, batch, logits, temperature, coins, depth_cap, filters=None, rule=None, processors=None
+    ):
+        self.temperatures = temperature.tolist()
+        self.take(batch, logits, processors)
+        return RuleSampler.verify(self, batch, logits, temperature, coins, depth_cap, filters, rule)
+
+    def verify_probs(self, batch, target_probs, coins, depth_cap, filters=None, rule=None):
+        self.given = None
+        return RuleSampler.verify_probs(self, batch, target_probs, coins, depth_cap, filters, rule)
+
+
+RIGHT = [MixedSampler]
+
+
+# --- wrong: filters and processors, target-only -------------------------------------------------------
+
+FAULTS, fault = planting()
+
+
+class CutEarly(ProcessorSampler):
+    """Some filters cut before some processors are applied; what they leave is processed, and cut by the rest."""
+
+    filters_early = ("top_k", "top_p", "min_p")
+    processors_late = ("logit_bias", "token_bitmask", "penalties")
+
+    def laws(self, request, row):
+        cuts, given = self.filters[request], self.given
+        if given is None or not cuts.are_on(row.size):
+            return super().laws(request, row)
+        fields = ("logit_bias", "token_bitmask", "penalties")
+        self.given = Processors(**{f: getattr(given, f) for f in fields if f not in self.processors_late})
+        early = np.nan_to_num(self.processed(request, self.node, self.raw[request, self.node]), nan=-np.inf, neginf=-np.inf)
+        self.given = given
+        first = Cuts(**{name: getattr(cuts, name) for name in self.filters_early}, order=cuts.order)
+        if not first.are_on(row.size) or early.max() == -np.inf:
+            return super().laws(request, row)
+        left = np.where(self.filtered(target_probs(early, self.temperatures[request]), first) > 0, row, -np.inf)
+        law = target_probs(left if left.max() > -np.inf else row, self.temperatures[request])
+        rest = [name for name in ("top_k", "top_p", "min_p") if name not in self.filters_early]
+        second = Cuts(**{name: getattr(cuts, name) for name in rest}, order=cuts.order)
+        law = self.filtered(law, second) if second.are_on(law.size) else law
+        return law, law
+
+
+@fault("K13", "processors-filtered")
+class BitmaskAfterTheFilters(CutEarly):
+    processors_late = ("token_bitmask",)
+
+
+@fault("K13", "processors-filtered")
+class BiasAfterTopK(CutEarly):
+    filters_early, processors_late = ("top_k",), ("logit_bias",)
+
+
+@fault("K13", "processors-filtered")
+class MinPBeforeBias(CutEarly):
+    filters_early, processors_late = ("min_p",), ("logit_bias",)
+
+
+@fault("K13", "processors-filtered")
+class TopPBeforeTheBitmask(CutEarly):
+    filters_early, processors_late = ("top_p",), ("token_bitmask",)
+
+
+@fault("K13", "processors-filtered")
+class MinPBeforePenalties(CutEarly):
+    filters_early, processors_late = ("min_p",), ("penalties",)
+
+
+# --- wrong: filters and processors by another rule ----------------------------------------------------
+
+
+@fault("K13", "chain-rule-processors", "recursive-rule-processors", "match-rule-processors")
+class FiltersOfTheRawLawByARule(MixedSampler):
+    """The cut is found in the raw row, and made in the processed one."""
+
+    def filtered(self, law, cuts):
+        if self.given is None or not cuts.are_on(law.size):
+            return super().filtered(law, cuts)
+        left = np.where(super().filtered(self.raw_law(), cuts) > 0, law, np.float32(0))
+        return left / left.sum() if left.any() else law
+
+
+@fault("K13", "chain-rule-processors", "recursive-rule-processors", "match-rule-processors")
+class ProcessedRowsAreNotFilteredByARule(MixedSampler):
+    def filtered(self, law, cuts):
+        return super().filtered(law, cuts) if self.given is None or self.rule.is_plain else law
+
+    def run(self, batch, rows, law, coins, cap, rule):
+        return super().run(batch, rows, law, coins, cap, rule)
+
+
+@fault("K13", "chain-rule-processors", "recursive-rule-processors")
+class ProcessedRatioBeforeTheFilters(MixedSampler):
+    """Children of processed rows are tested by the law before the filters; the bonus is of the one after."""
+
+    def filtered(self, law, cuts):
+        self.unfiltered = law
+        return super().filtered(law, cuts)
+
+    def accepts(self, p, q, token, coin, final):
+        return super().accepts(p if self.given is None else self.unfiltered, q, token, coin, final)
+
+
+# --- wrong: unusable rows, where something else is in play --------------------------------------------
+
+
+def _patched(rows, what, value):
+    """Rows with what is no number replaced, as a sampler that does not look sees them."""
+    return torch.where(what(rows), torch.full_like(rows, value), rows)
+
+
+@fault("K11", "bad-rows")
+class NanIsCutByFilters(MixedSampler):
+    """A sort puts NaN last, and the filters cut it off."""
+
+    def verify(self, batch, logits, *call, filters=None, **more):
+        if filters is not None:
+            logits = _patched(logits, torch.isnan, -np.inf)
+        return super().verify(batch, logits, *call, filters=filters, **more)
+
+
+@fault("K11", "bad-rows")
+class InfinityIsTheOnlyTokenUnderFilters(MixedSampler):
+    def verify(self, batch, logits, *call, filters=None, **more):
+        if filters is not None:
+            logits = _patched(logits, torch.isposinf, 3e4)
+        return super().verify(batch, logits, *call, filters=filters, **more)
+
+
+@fault("K11", "bad-rows")
+class NanIsNoMassByAnotherRule(MixedSampler):
+    def verify(self, batch, logits, *call, rule=None, **more):
+        if rule is not None:
+            logits = _patched(logits, torch.isnan, -np.inf)
+        return super().verify(batch, logits, *call, rule=rule, **more)
+
+
+@fault("K11", "bad-rows")
+class NanIsNoMassInProbabilities(MixedSampler):
+    def verify_probs(self, batch, target_probs, *call, **more):
+        return super().verify_probs(batch, _patched(target_probs, torch.isnan, 0.0), *call, **more)
+
+
+@fault("K11", "bad-rows")
+class NegativeProbabilitiesAreTaken(MixedSampler):
+    def verify_probs(self, batch, target_probs, *call, **more):
+        return super().verify_probs(batch, target_probs.clamp(min=0), *call, **more)
+
+
+@fault("K11", "bad-rows")
+class NoProbabilityIsTokenZero(MixedSampler):
+    def verify_probs(self, batch, target_probs, *call, **more):
+        rows = target_probs.clone()
+        rows[..., 0] = torch.where((rows == 0).all(dim=-1), torch.ones_like(rows[..., 0]), rows[..., 0])
+        return super().verify_probs(batch, rows, *call, **more)
+
+
+@fault("K11", "masks-empty")
+class EmptyIsUnmaskedUnderFilters(MixedSampler):
+    """What is forbidden throughout falls back to the row without its mask, if it is filtered as well."""
+
+    def verify(self, batch, *call, filters=None, **more):
+        self.is_filtered = filters is not None
+        return super().verify(batch, *call, filters=filters, **more)
+
+    def masked(self, x, allowed):
+        return x if self.is_filtered and not allowed.any() else super().masked(x, allowed)
