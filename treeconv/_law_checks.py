@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from treeconv.backends.base import Backend
 
 
+_MAX_FINAL = 16  # boundaries of a bonus draw that are swept: all, but over wide vocabularies
 _LEAST_TEMPERED_GAP = 200  # exp(-200) is 0 in float32
 
 
@@ -51,7 +52,7 @@ def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:
     judged = 0
     for index, request in enumerate(case.requests):
         rows = target_rows(request, case.kind, case.filter_order, case.rule)
-        coins = oracle.sweep_coins(request.tree, rows, case.effective_depth_cap)
+        coins = oracle.sweep_coins(request.tree, rows, case.effective_depth_cap, _MAX_FINAL)
         judged += judge_all(case, backend, device, coins, index, rows)
     return judged
 

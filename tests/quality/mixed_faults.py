@@ -192,3 +192,70 @@ class EmptyIsUnmaskedUnderFilters(MixedSampler):
 
     def masked(self, x, allowed):
         return x if self.is_filtered and not allowed.any() else super().masked(x, allowed)
+
+
+# --- wrong: more siblings, more tokens, by a ratio rule -----------------------------------------------
+
+
+class LaterSiblings(MixedSampler):
+    """Counts the siblings that were rejected at a node."""
+
+    def ratio(self, p, q, drafted, coins, final):
+        self.rejected = 0
+        return super().ratio(p, q, drafted, coins, final)
+
+    def left_of_p(self, p, q, token):
+        self.rejected += 1
+        return self.left(p, q, token)
+
+    def left(self, p, q, token):
+        return super().left_of_p(p, q, token)
+
+
+@fault("K2", "recursive-rule")
+class FourthSiblingsQIsStale(LaterSiblings):
+    """The fourth sibling is tested with the third one's q."""
+
+    def left_of_q(self, q, token):
+        return q if self.rejected == 3 else super().left_of_q(q, token)
+
+
+@fault("K2", "recursive-rule")
+class FifthSiblingsPIsStale(LaterSiblings):
+    def left(self, p, q, token):
+        return p if self.rejected == 4 else super().left(p, q, token)
+
+
+@fault("K2", "recursive-rule")
+class FourSiblingsAtMost(MixedSampler):
+    """A buffer of four: a fifth sibling is never tested."""
+
+    def ratio(self, p, q, drafted, coins, final):
+        return super().ratio(p, q, drafted[:4], coins[:4], final)
+
+
+@fault("K2", "chain-rule-logits", "recursive-rule-logits")
+class DraftLawCutAtSixteen(MixedSampler):
+    """q is read in one tile of 16."""
+
+    def draft_law(self, request, node):
+        q = super().draft_law(request, node)
+        q[16:] = 0
+        return q
+
+
+@fault("K2", "chain-rule-logits", "recursive-rule-logits")
+class ResidualOfLaterTilesFromP(MixedSampler):
+    def residual(self, p, q, token):
+        left = super().residual(p, q, token)
+        left[128:] = p[128:]
+        return left
+
+
+@fault("K2", "match-rule-logits")
+class MatchesInTheFirstTile(MixedSampler):
+    """Drawn tokens are matched with drafts among the first 128 tokens only."""
+
+    def match(self, p, drafted, coin, final):
+        place, drawn = super().match(p, drafted, coin, final)
+        return (None, drafted[place]) if place is not None and drafted[place] >= 128 else (place, drawn)
