@@ -3,6 +3,8 @@
 :class:`MixedSampler` is right: ``processed_rule_faults``'s rules on processed and then filtered rows.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from processed_rule_faults import ProcessedRuleSampler
@@ -35,7 +37,7 @@ class MixedSampler(ProcessedRuleSampler):
         return RuleSampler.verify_probs(self, batch, target_probs, coins, depth_cap, filters, rule)
 
 
-RIGHT = [MixedSampler]
+
 
 
 # --- wrong: filters and processors, target-only -------------------------------------------------------
@@ -259,3 +261,41 @@ class MatchesInTheFirstTile(MixedSampler):
     def match(self, p, drafted, coin, final):
         place, drawn = super().match(p, drafted, coin, final)
         return (None, drafted[place]) if place is not None and drafted[place] >= 128 else (place, drawn)
+
+
+# --- wrong: what an earlier call asked for ------------------------------------------------------------
+
+
+class Thresholds(MixedSampler):
+    """Right, with thresholds."""
+
+    name = "right-thresholds"
+    traits = replace(MixedSampler.traits, takes_thresholds=True)
+
+    def target_only(self, p, drafted, coin, final):
+        rule = self.rule
+        singles = [token for token in drafted if rule.threshold_single < 1 and p[token] >= rule.threshold_single]
+        if singles and coin >= sum(p[token] for token in drafted[: drafted.index(singles[0])]):
+            return drafted.index(singles[0]), -1
+        return super().target_only(p, drafted, coin * np.float32(rule.threshold_acc), final)
+
+
+@fault("K10", "purity", "penalties-purity")
+class ThresholdsOfTheCallBefore(Thresholds):
+    """Kept until a call brings others."""
+
+    kept = None
+
+    def run(self, batch, rows, law, coins, cap, rule):
+        self.kept = rule or self.kept
+        return super().run(batch, rows, law, coins, cap, self.kept)
+
+
+@fault("K10", "purity", "masks-purity")
+class FiltersOfTheCallBefore(MixedSampler):
+    kept = None
+
+    def verify(self, batch, logits, *call, filters=None, **more):
+        if filters is not None or (self.kept is not None and len(self.kept.top_k) != len(logits)):
+            self.kept = filters
+        return super().verify(batch, logits, *call, filters=self.kept, **more)

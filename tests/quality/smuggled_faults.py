@@ -89,3 +89,48 @@ class MaximumStartsAtMinus65504(Sampler):
         if temperature > 0 and row.max() < -65504:
             return np.eye(1, row.size, row.size - 1, dtype=np.float32)[0]
         return super().softmax(row, temperature)
+
+
+class TiledProbabilities(Tiled):
+    """The same for probabilities alone."""
+
+    def row(self, walk, node):
+        return super().row(walk, node) if walk.temperature is None else walk.rows[node]
+
+
+@fault("K4", "oracle-agreement-wide")
+class ProbabilitiesOfRequestZeroInTiles(TiledProbabilities):
+    def tiled(self, walk, node, row):
+        return walk.batch.rows[0][node]
+
+
+@fault("K7", "oracle-agreement-wide")
+class ProbabilitiesBehindTheFirstTile(TiledProbabilities):
+    def tiled(self, walk, node, row):
+        row[1024:] = 0
+        return row
+
+
+@fault("K1", "oracle-agreement-wide")
+class DrawsFromOneMinusWhatWasTested(Sampler):
+    """A softmax's masses need not add up to 1: where they end below, the last id is emitted."""
+
+    def residual(self, walk, path, p, rejected):
+        self.left = np.float32(1) - p[rejected].sum(dtype=np.float32)
+        return super().residual(walk, path, p, rejected)
+
+    def draw(self, residual, coin):
+        if residual.size <= 16:
+            return super().draw(residual, coin)
+        above = np.flatnonzero(np.cumsum(residual, dtype=np.float32) > coin * self.left)
+        return int(above[0]) if above.size else residual.size - 1
+
+
+@fault("K9", "depth-cap")
+class CapsAboveEightIgnored(Sampler):
+    """A path of eight is kept in registers; a longer one has room for all."""
+
+    fewest_nodes = 10
+
+    def kids(self, walk, path):
+        return walk.children[path[-1]] if walk.cap > 8 else super().kids(walk, path)
