@@ -13,7 +13,7 @@ from treeconv.backends.base import handed_over
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
 from treeconv.processors import PENALTIES, RequestProcessors
 from treeconv.sampling import processed_logits, row_status, target_probs
-from treeconv.tree import RowStatus
+from treeconv.tree import RowStatus, VerifyInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_handed",
     "as_probs",
+    "as_views",
     "bytes_of",
     "call",
     "decide",
@@ -118,6 +119,46 @@ def input_tensors(tensors: CaseTensors) -> dict[str, torch.Tensor]:
     if tensors.rule is not None and tensors.rule.draft_probs is not None:
         named["draft probabilities"] = tensors.rule.draft_probs
     return named
+
+
+def as_views(tensors: CaseTensors) -> CaseTensors:
+    """The same call, each tensor that a batch may bring as a view of a larger one.
+
+    Requests lie along the last dimension but the vocabulary's, with a trap behind each: NaN, an id, a bit.
+    """
+    import torch  # noqa: PLC0415
+
+    def along_requests(tensor: torch.Tensor) -> torch.Tensor:
+        buffer = torch.full((*tensor.shape[1:], 2 * tensor.shape[0]), 1, dtype=tensor.dtype).to(tensor.device)
+        buffer[..., ::2] = tensor.movedim(0, -1)
+        return buffer[..., ::2].movedim(-1, 0)
+
+    def padded(tensor: torch.Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        trap = torch.nan if tensor.dtype.is_floating_point else -1
+        inner = tensor.transpose(0, 1) if tensor.ndim == 3 else tensor
+        shape = (*inner.shape[:-1], inner.shape[-1] + 3)
+        buffer = torch.full(shape, trap, dtype=tensor.dtype, device=tensor.device)
+        buffer[..., :-3] = inner
+        view = buffer[..., :-3]
+        return view.transpose(0, 1) if tensor.ndim == 3 else view
+
+    batch = VerifyInput(**{name: along_requests(tensor) for name, tensor in vars(tensors.batch).items()})
+    processors, rule = tensors.processors, tensors.rule
+    if processors is not None:
+        penalties = processors.penalties
+        if penalties is not None:
+            penalties = replace(penalties, committed_tokens=along_requests(penalties.committed_tokens))
+        processors = replace(
+            processors,
+            logit_bias=padded(processors.logit_bias),
+            token_bitmask=padded(processors.token_bitmask),
+            penalties=penalties,
+        )
+    if rule is not None:
+        rule = replace(rule, draft_probs=padded(rule.draft_probs))
+    return replace(tensors, batch=batch, rows=padded(tensors.rows), processors=processors, rule=rule)
 
 
 def call(case: VerifyCase, backend: Backend, device: str) -> tuple[CaseTensors, VerifyOutput]:

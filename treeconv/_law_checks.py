@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv import oracle
-from treeconv._drive import bytes_of, call, decide, input_tensors, judge_all, measure, spread_coins, submit
+from treeconv._drive import (
+    as_views,
+    bytes_of,
+    call,
+    decide,
+    input_tensors,
+    judge_all,
+    measure,
+    spread_coins,
+    submit,
+)
 from treeconv.case import Request, VerifyCase
 from treeconv.filters import Cuts, Filters
 from treeconv.judge import Observed, Violation, is_ambiguous, judge, observe, target_rows
@@ -221,8 +231,12 @@ def accepted_length(case: VerifyCase, backend: Backend, device: str) -> int:
 
 
 def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
-    """A request decides alike alone, in the batch, permuted and padded."""
+    """A request decides alike alone, in the batch, permuted and padded; and where its tensors are views."""
     together = decide(case, backend, device)
+    views = together
+    if backend.traits.takes_views:
+        output = submit(as_views(case.tensors(device)), case.kind, backend)
+        views = observe([request.tree for request in case.requests], output, case.slots)
     reverse = decide(case.replace_requests(case.requests[::-1]), backend, device)
     padded = decide(
         replace(case.replace_requests(case.requests), num_draft_tokens=case.slots + 3), backend, device
@@ -239,11 +253,12 @@ def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
             "in the batch": together[index],
             "in the reversed batch": reverse[::-1][index],
             "padded by 3 slots": padded[index],
+            "handed over as views, strided": views[index],
         }
         for where, got in others.items():
             if got != want:
                 raise Violation(index, f"{where}: {got}", f"as alone: {want}")
-    return 3 * len(case.requests)
+    return 4 * len(case.requests)
 
 
 def purity(case: VerifyCase, backend: Backend, device: str) -> int:
@@ -350,7 +365,7 @@ def depth_cap(case: VerifyCase, backend: Backend, device: str) -> int:
 def _long_chain_into_the_cap(case: VerifyCase, backend: Backend, device: str) -> int:
     """Caps beyond what a register or a small array holds: a chain of sure drafts, one longer than the cap."""
     subject = case.requests[0]
-    cap = 9 + 4 * (int(subject.final * 2**10) % 3)
+    cap = 9 + 4 * (int(1 + subject.final * 2**10) % 3)  # 9 at a coin of 0.5, the simplest
     row = subject.rows[0]
     nodes = cap + 1
     chain = replace(

@@ -299,3 +299,43 @@ class FiltersOfTheCallBefore(MixedSampler):
         if filters is not None or (self.kept is not None and len(self.kept.top_k) != len(logits)):
             self.kept = filters
         return super().verify(batch, logits, *call, filters=self.kept, **more)
+
+
+# --- wrong: views read as if they were contiguous -----------------------------------------------------
+
+
+def storage(tensor):
+    """What lies behind a tensor's first element, as many of them: strides ignored."""
+    return torch.as_strided(tensor, tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+
+
+class TakesViews(MixedSampler):
+    """Right, with tensors of any strides."""
+
+    name = "right-views"
+    traits = replace(MixedSampler.traits, takes_views=True)
+
+
+@fault("K8", "batch-invariance", "recursive-rule-purity")
+class TokensReadByTheirPlace(TakesViews):
+    def walk(self, request, batch, *rest):
+        return super().walk(request, replace(batch, candidates=storage(batch.candidates)), *rest)
+
+
+@fault("K8", "batch-invariance", "filters-batch")
+class RowsReadByTheirPlace(TakesViews):
+    def verify(self, batch, logits, *call, **more):
+        return super().verify(batch, storage(logits), *call, **more)
+
+
+@fault("K8", "masks-batch")
+class BitmaskReadByItsPlace(TakesViews):
+    def words(self, request, node):
+        return storage(self.given.token_bitmask)[request, node].numpy()
+
+
+@fault("K8", "chain-rule-purity", "recursive-rule-purity")
+class DraftLawsReadByTheirPlace(TakesViews):
+    def draft_law(self, request, node):
+        self.rule = replace(self.rule, draft_probs=storage(self.rule.draft_probs))
+        return super().draft_law(request, node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from treeconv.errors import BackendUnavailable, InvalidArgument
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from treeconv.processors import ProcessorKind, Processors
     from treeconv.rules import Rule, RuleName
 
-__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend", "handed_over"]
+__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend", "as_contiguous", "handed_over"]
 
 #: How a verifier comes by its coins; see :class:`BackendTraits`.
 CoinUse = Literal["bucket", "own", "seeds", "generator"]
@@ -60,6 +60,9 @@ class BackendTraits:
         rules: the acceptance rules it has, some of :data:`treeconv.rules.RULES`.
 
         takes_thresholds: its target-only rule takes acceptance thresholds below 1, which are lossy.
+
+        takes_views: takes tensors of any strides, but for the vocabulary of rows, laws, biases and bitmasks,
+            which is contiguous. Others are handed contiguous tensors, by laws and by :func:`treeconv.verify`.
     """
 
     takes_logits: bool = True
@@ -74,6 +77,7 @@ class BackendTraits:
     coins: CoinUse = "bucket"
     rules: tuple[RuleName, ...] = ("target_only",)
     takes_thresholds: bool = False
+    takes_views: bool = False
 
 
 @runtime_checkable
@@ -157,6 +161,15 @@ def handed_over(
     return more
 
 
+def as_contiguous(value: Any) -> Any:
+    """A tensor, or a dataclass of tensors, without views: what a backend gets that does not take them."""
+    if hasattr(value, "contiguous"):
+        return value.contiguous()
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{part.name: as_contiguous(getattr(value, part.name)) for part in fields(value)})
+
+
 class FunctionBackend:
     """A plain function as a backend; which interface it has is read off its parameter names.
 
@@ -169,7 +182,7 @@ class FunctionBackend:
     in the place of ``coins`` (:class:`BackendTraits` says what they are). All return a
     :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
     ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true;
-    attributes ``devices``, ``rows_dtypes`` and ``coins`` are its traits.
+    attributes ``devices``, ``rows_dtypes``, ``coins`` and ``takes_views`` are its traits.
 
     Raises:
         BackendUnavailable: parameters of neither kind.
@@ -202,6 +215,7 @@ class FunctionBackend:
             ),
             coins=drawn,
             rules=tuple(getattr(function, "rules", RULES)) if "rule" in parameters else RULES[:1],
+            takes_views=bool(getattr(function, "takes_views", False)),
         )
         self._takes_rule = "rule" in parameters
 
