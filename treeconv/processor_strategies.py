@@ -224,7 +224,8 @@ def _seeded(
         held["repetition_penalty"] = float(rng.choice([1.0, 2.0, 1.25]))
         held["frequency_penalty"] = float(rng.choice([0.5, 0.0, -0.25, 1.0]))
         held["presence_penalty"] = float(rng.choice([0.0, 0.5, -0.5]))
-        committed = rng.choice([*tree.token_ids, *rng.integers(0, vocab_size, 8).tolist()], 40)
+        pool = [*tree.token_ids[:4], *rng.integers(0, vocab_size, 8).tolist(), *tree.token_ids]
+        committed = rng.choice(pool, rng.choice([40, 300]))  # beyond any window, some tokens dozens of times
         held["committed_tokens"] = committed.tolist()
     return RequestProcessors(**held)
 
