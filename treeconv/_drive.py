@@ -203,6 +203,9 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
         if tuple(part.shape) != shape or part.dtype.is_floating_point or part.dtype is torch.bool:
             found = f"{name} of shape {tuple(part.shape)}, {part.dtype}"
             raise Violation(0, found, f"integers of shape {shape} (batch {size}, {slots} slots)")
+        if name != "status" and torch.iinfo(part.dtype).bits < 32:
+            want = "int32 or int64: token ids and flat indices of a large batch do not fit fewer bits"
+            raise Violation(0, f"{name} of {part.dtype}", want)
     return output
 
 

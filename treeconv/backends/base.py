@@ -12,7 +12,7 @@ from treeconv.rules import RULES
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from treeconv.processors import ProcessorKind, Processors
     from treeconv.rules import Rule, RuleName
 
-__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend", "as_contiguous", "handed_over"]
+__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend", "as_contiguous", "check_calls", "handed_over"]
 
 #: How a verifier comes by its coins; see :class:`BackendTraits`.
 CoinUse = Literal["bucket", "own", "seeds", "generator"]
@@ -161,6 +161,50 @@ def handed_over(
     return more
 
 
+def check_calls(backend: Backend, name: str) -> None:
+    """Refuse a backend that cannot be called as its traits say it will be, before any case is drawn.
+
+    Raises:
+        BackendUnavailable: traits of another class, or a method that takes other arguments.
+    """
+    traits = backend.traits
+    if not isinstance(traits, BackendTraits):
+        raise BackendUnavailable(
+            f"backend={name!r}: traits is a {type(traits).__name__}, but must be a"
+            " treeconv.backends.base.BackendTraits"
+        )
+    more = {
+        "filters": traits.takes_filters,
+        "rule": traits.takes_thresholds or traits.rules != RULES[:1],
+        "processors": bool(traits.takes_processors),
+    }
+    kwargs = [key for key, is_taken in more.items() if is_taken]
+    if traits.takes_logits:
+        taken = ("batch", "logits", "temperature", "coins", "depth_cap")
+        _check_call(name, "verify", backend.verify, taken, kwargs)
+    if traits.takes_probs:
+        taken = ("batch", "target_probs", "coins", "depth_cap")
+        probs_kwargs = [key for key in kwargs if key != "processors"]
+        _check_call(name, "verify_probs", backend.verify_probs, taken, probs_kwargs)
+
+
+def _check_call(
+    name: str, method: str, function: Callable[..., Any], args: Sequence[str], kwargs: Sequence[str]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # compiled: it does not say what it takes
+        return
+    try:
+        signature.bind(*args, **dict.fromkeys(kwargs))
+    except TypeError as error:
+        called = ", ".join([*args, *(f"{key}=" for key in kwargs)])
+        raise BackendUnavailable(
+            f"backend={name!r} takes {method}{signature}, but is called as {method}({called}), as its traits"
+            f" say: {error}"
+        ) from None
+
+
 def as_contiguous(value: Any) -> Any:
     """A tensor, or a dataclass of tensors, without views: what a backend gets that does not take them."""
     if hasattr(value, "contiguous"):
@@ -185,7 +229,7 @@ class FunctionBackend:
     attributes ``devices``, ``rows_dtypes``, ``coins`` and ``takes_views`` are its traits.
 
     Raises:
-        BackendUnavailable: parameters of neither kind.
+        BackendUnavailable: parameters of neither kind, or a further one without a default.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -197,6 +241,18 @@ class FunctionBackend:
             raise BackendUnavailable(
                 f"backend {name!r} takes ({', '.join(sorted(parameters))}), but must take (batch,"
                 " target_probs, coins, depth_cap) or (batch, logits, temperature, coins, depth_cap)"
+            )
+        handed = {"batch", self._coins, "depth_cap", "filters", "rule"}
+        handed |= {"logits", "temperature", "processors"} if takes_logits else {"target_probs"}
+        required = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if more := [parameter for parameter in required if parameter not in handed]:
+            raise BackendUnavailable(
+                f"backend {name!r} requires {' and '.join(more)}, which it is not handed: give it a default"
             )
         drawn: Any = getattr(function, "coins", "bucket") if self._coins == "coins" else self._coins
         self.name = name
