@@ -297,7 +297,7 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
 
 
 def _with_other_settings(tensors: CaseTensors, backend: Backend) -> CaseTensors:
-    """The same call with thresholds and a filter, as far as the backend takes them: the next call has none."""
+    """The same call with thresholds and a filter, as far as the backend takes them; the next has none."""
     size, _, vocab = tensors.rows.shape
     if backend.traits.takes_thresholds:
         tensors = replace(tensors, rule=Rule(threshold_single=0.5, threshold_acc=0.5))

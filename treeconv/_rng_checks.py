@@ -322,8 +322,8 @@ def _fresh_coins_through(
         for a, b in combinations(names[::2], 2):
             left, right = draws.coins[a], draws.coins[b]
             tests.append((f"{draws.label}: {a}", b, left, right))
-            apart = [(np.diff(coin) % _WIDTH) for coin in (left, right)]
-            tests.append((f"{draws.label}: {a} less the request before's", b, *apart))
+            apart = f"{draws.label}: {a} less the request before's"
+            tests.append((apart, b, np.diff(left) % _WIDTH, np.diff(right) % _WIDTH))
     rate = split_rate(FALSE_FAIL_RATE, 2 * 2 * len(tests))
     for name, other, left, right in tests:
         for what, count in (

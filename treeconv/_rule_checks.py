@@ -31,7 +31,7 @@ def decisions(case: VerifyCase, backend: Backend, device: str) -> int:
 
 
 def purity(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Rows, draft laws and coins come back as they were; asked again (with views) it decides alike, rightly."""
+    """Rows, draft laws and coins come back as they were; asked again, with views, it decides rightly too."""
     tensors = case.tensors(device)
     named = input_tensors(tensors)
     before = {name: bytes_of(tensor) for name, tensor in named.items()}

@@ -111,7 +111,8 @@ def processors_for(
     if "bitmask" in on:
         allowed = np.ones((nodes, vocab), bool)
         for node in range(nodes):
-            what = draw(st.sampled_from(["all", "not", "not", "not", "only", "none"][: 6 if allow_empty else 5]))
+            usual = ["all", "not", "not", "not", "only"]
+            what = draw(st.sampled_from([*usual, "none"] if allow_empty else usual))
             if what == "not":
                 likeliest = int(np.nan_to_num(rows[node], nan=-np.inf, neginf=-np.inf).argmax())
                 a_choice = st.one_of(a_token, st.just(likeliest))  # what filters would have kept
@@ -169,8 +170,8 @@ def processed_cases(
         temperature = 0.0 if draw(st.integers(0, 5), label="greedy?") == 5 else request.temperature
         held = draw(processors_for(request.tree, rows, kinds, allow_empty=allow_empty))
         rows = round_rows(rows, case.rows_dtype)
-        request = replace(request, rows=rows, temperature=temperature, processors=held)
-        requests.append(draw(_filtered(request)) if allow_filters else request)
+        carries = replace(request, rows=rows, temperature=temperature, processors=held)
+        requests.append(draw(_filtered(carries)) if allow_filters else carries)
     order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else case.filter_order
     return replace(case, requests=tuple(requests), filter_order=order)
 

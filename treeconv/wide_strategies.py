@@ -33,9 +33,9 @@ def wide_cases(
     * ``allow_probs``: whether some calls are of probabilities: float32 softmaxes, whose sums miss 1 by a few
       roundings.
 
-    Some cap the accepted path, at up to 70 slots. Whole numbers of tiles, and one token over; in 16 bits rows are full of ties. A grammar may have masked
-    the first tiles, or all but a few tokens. The rows come from one drawn seed: thousands of drawn numbers
-    would be slow, and shrink no better.
+    Some cap the accepted path, at up to 70 slots. Whole numbers of tiles, and one token over; in 16 bits rows
+    are full of ties. A grammar may have masked the first tiles, or all but a few tokens. The rows come from
+    one drawn seed: thousands of drawn numbers would be slow, and shrink no better.
     """
     vocab = draw(st.sampled_from([16, 257, 32, 1031, 256, 4099]), label="vocab")
     dtype = draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"]), label="dtype")

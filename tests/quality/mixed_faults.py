@@ -13,6 +13,7 @@ from registry import planting
 from rule_faults import RuleSampler
 
 from treeconv.backends.base import BackendTraits
+from treeconv.backends.reference import ReferenceBackend
 from treeconv.filters import Cuts
 from treeconv.processors import PROCESSORS, Processors
 from treeconv.rules import RULES
@@ -25,9 +26,7 @@ class MixedSampler(ProcessedRuleSampler):
     name = "right-mixed"
     traits = BackendTraits(devices=("cpu",), rules=RULES, takes_filters=True, takes_processors=PROCESSORS)
 
-    def verify(
-        self, batch, logits, temperature, coins, depth_cap, filters=None, rule=None, processors=None
-    ):
+    def verify(self, batch, logits, temperature, coins, depth_cap, filters=None, rule=None, processors=None):
         self.temperatures = temperature.tolist()
         self.take(batch, logits, processors)
         return RuleSampler.verify(self, batch, logits, temperature, coins, depth_cap, filters, rule)
@@ -37,16 +36,13 @@ class MixedSampler(ProcessedRuleSampler):
         return RuleSampler.verify_probs(self, batch, target_probs, coins, depth_cap, filters, rule)
 
 
-
-
-
 # --- wrong: filters and processors, target-only -------------------------------------------------------
 
 FAULTS, fault = planting()
 
 
 class CutEarly(ProcessorSampler):
-    """Some filters cut before some processors are applied; what they leave is processed, and cut by the rest."""
+    """Some filters cut before some processors are applied; what is left is processed, and cut by the rest."""
 
     filters_early = ("top_k", "top_p", "min_p")
     processors_late = ("logit_bias", "token_bitmask", "penalties")
@@ -57,13 +53,15 @@ class CutEarly(ProcessorSampler):
             return super().laws(request, row)
         fields = ("logit_bias", "token_bitmask", "penalties")
         self.given = Processors(**{f: getattr(given, f) for f in fields if f not in self.processors_late})
-        early = np.nan_to_num(self.processed(request, self.node, self.raw[request, self.node]), nan=-np.inf, neginf=-np.inf)
+        early = self.processed(request, self.node, self.raw[request, self.node])
+        early = np.nan_to_num(early, nan=-np.inf, neginf=-np.inf)
         self.given = given
         first = Cuts(**{name: getattr(cuts, name) for name in self.filters_early}, order=cuts.order)
         if not first.are_on(row.size) or early.max() == -np.inf:
             return super().laws(request, row)
-        left = np.where(self.filtered(target_probs(early, self.temperatures[request]), first) > 0, row, -np.inf)
-        law = target_probs(left if left.max() > -np.inf else row, self.temperatures[request])
+        temperature = self.temperatures[request]
+        left = np.where(self.filtered(target_probs(early, temperature), first) > 0, row, -np.inf)
+        law = target_probs(left if left.max() > -np.inf else row, temperature)
         rest = [name for name in ("top_k", "top_p", "min_p") if name not in self.filters_early]
         second = Cuts(**{name: getattr(cuts, name) for name in rest}, order=cuts.order)
         law = self.filtered(law, second) if second.are_on(law.size) else law
@@ -113,9 +111,6 @@ class FiltersOfTheRawLawByARule(MixedSampler):
 class ProcessedRowsAreNotFilteredByARule(MixedSampler):
     def filtered(self, law, cuts):
         return super().filtered(law, cuts) if self.given is None or self.rule.is_plain else law
-
-    def run(self, batch, rows, law, coins, cap, rule):
-        return super().run(batch, rows, law, coins, cap, rule)
 
 
 @fault("K13", "chain-rule-processors", "recursive-rule-processors")
@@ -218,12 +213,16 @@ class LaterSiblings(MixedSampler):
 class FourthSiblingsQIsStale(LaterSiblings):
     """The fourth sibling is tested with the third one's q."""
 
+    fewest_nodes = 6
+
     def left_of_q(self, q, token):
         return q if self.rejected == 3 else super().left_of_q(q, token)
 
 
 @fault("K2", "recursive-rule")
 class FifthSiblingsPIsStale(LaterSiblings):
+    fewest_nodes = 6
+
     def left(self, p, q, token):
         return p if self.rejected == 4 else super().left(p, q, token)
 
@@ -231,6 +230,8 @@ class FifthSiblingsPIsStale(LaterSiblings):
 @fault("K2", "recursive-rule")
 class FourSiblingsAtMost(MixedSampler):
     """A buffer of four: a fifth sibling is never tested."""
+
+    fewest_nodes = 6
 
     def ratio(self, p, q, drafted, coins, final):
         return super().ratio(p, q, drafted[:4], coins[:4], final)
@@ -266,39 +267,25 @@ class MatchesInTheFirstTile(MixedSampler):
 # --- wrong: what an earlier call asked for ------------------------------------------------------------
 
 
-class Thresholds(MixedSampler):
-    """Right, with thresholds."""
-
-    name = "right-thresholds"
-    traits = replace(MixedSampler.traits, takes_thresholds=True)
-
-    def target_only(self, p, drafted, coin, final):
-        rule = self.rule
-        singles = [token for token in drafted if rule.threshold_single < 1 and p[token] >= rule.threshold_single]
-        if singles and coin >= sum(p[token] for token in drafted[: drafted.index(singles[0])]):
-            return drafted.index(singles[0]), -1
-        return super().target_only(p, drafted, coin * np.float32(rule.threshold_acc), final)
-
-
 @fault("K10", "purity", "penalties-purity")
-class ThresholdsOfTheCallBefore(Thresholds):
+class ThresholdsOfTheCallBefore(ReferenceBackend):
     """Kept until a call brings others."""
 
     kept = None
 
-    def run(self, batch, rows, law, coins, cap, rule):
+    def verify(self, *call, rule=None, **more):
         self.kept = rule or self.kept
-        return super().run(batch, rows, law, coins, cap, self.kept)
+        return super().verify(*call, rule=self.kept, **more)
 
 
 @fault("K10", "purity", "masks-purity")
-class FiltersOfTheCallBefore(MixedSampler):
+class FiltersOfTheCallBefore(ReferenceBackend):
     kept = None
 
-    def verify(self, batch, logits, *call, filters=None, **more):
-        if filters is not None or (self.kept is not None and len(self.kept.top_k) != len(logits)):
+    def verify(self, batch, *call, filters=None, **more):
+        if filters is not None or (self.kept is not None and len(self.kept.top_k) != batch.batch_size):
             self.kept = filters
-        return super().verify(batch, logits, *call, filters=self.kept, **more)
+        return super().verify(batch, *call, filters=self.kept, **more)
 
 
 # --- wrong: views read as if they were contiguous -----------------------------------------------------

@@ -111,21 +111,6 @@ class ProbabilitiesBehindTheFirstTile(TiledProbabilities):
         return row
 
 
-@fault("K1", "oracle-agreement-wide")
-class DrawsFromOneMinusWhatWasTested(Sampler):
-    """A softmax's masses need not add up to 1: where they end below, the last id is emitted."""
-
-    def residual(self, walk, path, p, rejected):
-        self.left = np.float32(1) - p[rejected].sum(dtype=np.float32)
-        return super().residual(walk, path, p, rejected)
-
-    def draw(self, residual, coin):
-        if residual.size <= 16:
-            return super().draw(residual, coin)
-        above = np.flatnonzero(np.cumsum(residual, dtype=np.float32) > coin * self.left)
-        return int(above[0]) if above.size else residual.size - 1
-
-
 @fault("K9", "depth-cap")
 class CapsAboveEightIgnored(Sampler):
     """A path of eight is kept in registers; a longer one has room for all."""

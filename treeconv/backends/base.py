@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from treeconv.processors import ProcessorKind, Processors
     from treeconv.rules import Rule, RuleName
 
-__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend", "as_contiguous", "check_calls", "handed_over"]
+__all__ = [
+    "Backend",
+    "BackendTraits",
+    "CoinUse",
+    "FunctionBackend",
+    "as_contiguous",
+    "check_calls",
+    "handed_over",
+]
+
+_OF_LOGITS = ("batch", "logits", "temperature", "coins", "depth_cap")
+_OF_PROBS = ("batch", "target_probs", "coins", "depth_cap")
 
 #: How a verifier comes by its coins; see :class:`BackendTraits`.
 CoinUse = Literal["bucket", "own", "seeds", "generator"]
@@ -180,12 +191,10 @@ def check_calls(backend: Backend, name: str) -> None:
     }
     kwargs = [key for key, is_taken in more.items() if is_taken]
     if traits.takes_logits:
-        taken = ("batch", "logits", "temperature", "coins", "depth_cap")
-        _check_call(name, "verify", backend.verify, taken, kwargs)
+        _check_call(name, "verify", backend.verify, _OF_LOGITS, kwargs)
     if traits.takes_probs:
-        taken = ("batch", "target_probs", "coins", "depth_cap")
-        probs_kwargs = [key for key in kwargs if key != "processors"]
-        _check_call(name, "verify_probs", backend.verify_probs, taken, probs_kwargs)
+        of_probs = [key for key in kwargs if key != "processors"]
+        _check_call(name, "verify_probs", backend.verify_probs, _OF_PROBS, of_probs)
 
 
 def _check_call(

@@ -87,8 +87,8 @@ def _explain_what_is_missing(name: str, found: object) -> None:
     lacks = [part for part in ("name", "traits", "verify", "verify_probs") if not hasattr(found, part)]
     if has:
         raise BackendUnavailable(
-            f"backend={name!r} has {' and '.join(has)}, but no {' and no '.join(lacks)}: a backend has a name, traits"
-            " (treeconv.backends.base.BackendTraits), verify and verify_probs"
+            f"backend={name!r} has {' and '.join(has)}, but no {' and no '.join(lacks)}: a backend has a"
+            " name, traits (treeconv.backends.base.BackendTraits), verify and verify_probs"
         )
 
 

@@ -89,7 +89,7 @@ class TargetRows:
             if is_dyadic(row):
                 assert cuts is not None
                 return exact_alternatives(row, cuts)
-            # A float32 softmax misses 1 by some roundings: who divides by its sum is as right as who does not.
+            # A float32 softmax misses 1 by some roundings: who divides by its sum is right too.
             off = abs(1 - float(row.sum()))
             errors = np.full_like(row, off if off < _NOMINAL else 0.0)
             if cuts is None or not is_filtered:
