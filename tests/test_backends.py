@@ -175,7 +175,7 @@ def test_module_and_attribute(attribute, kind, strangers, monkeypatch):
         ),
         (
             "strangers:Claims",
-            r"coins, depth_cap\), but is called as .* depth_cap, filters=, rule=\), as its traits say: got an unexp",
+            r"depth_cap\), but is called as .* depth_cap, filters=, rule=\), as its traits say: got an",
         ),
         ("strangers:Traitless", "traits is a dict, but must be a treeconv.backends.base.BackendTraits"),
         (

@@ -270,8 +270,8 @@ def _shown(observed: Sequence[Observed], label: str, depths: Sequence[int]) -> _
 
 
 @cache
-def _p_value(count: int, pairs: int) -> float:
-    return binomial_p_value(count, pairs, 1 / _WIDTH)
+def _p_value(count: int) -> float:
+    return binomial_p_value(count, _STREAMS, 1 / _WIDTH)
 
 
 def _fresh_coins_through(
@@ -318,20 +318,18 @@ def _fresh_coins_through(
             (f"{draws.label}: {a}", b, draws.coins[a], draws.coins[b])
             for a, b in zip(names[::2], names[1::2], strict=True)
         ]
-        # Nodes of one seed and step; and how far one request is from the next, at one node and at another.
-        for a, b in combinations(names[::2], 2):
-            left, right = draws.coins[a], draws.coins[b]
-            tests.append((f"{draws.label}: {a}", b, left, right))
-            apart = f"{draws.label}: {a} less the request before's"
-            tests.append((apart, b, np.diff(left) % _WIDTH, np.diff(right) % _WIDTH))
+        # Nodes of one seed and step.
+        tests += [
+            (f"{draws.label}: {a}", b, draws.coins[a], draws.coins[b]) for a, b in combinations(names[::2], 2)
+        ]
     rate = split_rate(FALSE_FAIL_RATE, 2 * 2 * len(tests))
     for name, other, left, right in tests:
         for what, count in (
             ("agree", int((left == right).sum())),
             ("mirror each other", int((left + right == _WIDTH - 1).sum())),
         ):
-            if _p_value(count, left.size) <= rate:
-                got = f"{count} of {left.size} pairs {what}: {name} and {other}, drawn from {door}"
+            if _p_value(count) <= rate:
+                got = f"{count} of {_STREAMS} pairs {what}: {name} and {other}, drawn from {door}"
                 why = f"revealed to one of {_WIDTH}: {left.tolist()} and {right.tolist()}"
                 want = f"about {_STREAMS // _WIDTH}, as independent coins do"
                 raise Violation(0, got, want, why, case=calls.replace_requests(calls.requests[:1]))

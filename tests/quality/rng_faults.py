@@ -218,17 +218,6 @@ class CoinsComeRoundAfterAWarp(CoinsComeRoundAfterEightNodes):
 
 
 @fault("K5", "fresh-coins")
-class SeedsShiftOneStream(Seeded):
-    """A lattice's way: every seed has the coins of seed 0, moved round by a constant of its own."""
-
-    def coins(self, batch, seeds):
-        coins = super().coins(batch, torch.zeros_like(seeds))
-        moved = draw_coins(seeds, torch.full_like(seeds, 2**40), 1).final.double()
-        accept, final = ((x.double() + moved.view(-1, *[1] * (x.ndim - 1))) % 1 for x in vars(coins).values())
-        return Coins(accept.float().clamp(max=1 - 2**-24), final.float().clamp(max=1 - 2**-24))
-
-
-@fault("K5", "fresh-coins")
 class SeedPlusStep(Seeded):
     """Then a seed's next step is the next seed's step."""
 
@@ -324,15 +313,6 @@ class GeneratorIgnored(Generated):
 class EveryRowDrawsTheSame(Generated):
     def uniforms(self, size, count, generator):
         return super().uniforms(1, count, generator).repeat(size, 1)
-
-
-@fault("K5", "fresh-coins")
-class RowsShiftOneDraw(Generated):
-    """One row of coins is drawn; the others are moved round by a golden ratio each."""
-
-    def uniforms(self, size, count, generator):
-        moved = torch.arange(size)[:, None] * 0.6180339887498949
-        return ((super().uniforms(1, count, generator) + moved) % 1).float().clamp(max=1 - 2**-24)
 
 
 @fault("K5", "fresh-coins")
