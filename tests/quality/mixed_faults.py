@@ -79,16 +79,6 @@ class BiasAfterTopK(CutEarly):
 
 
 @fault("K13", "processors-filtered")
-class MinPBeforeBias(CutEarly):
-    filters_early, processors_late = ("min_p",), ("logit_bias",)
-
-
-@fault("K13", "processors-filtered")
-class TopPBeforeTheBitmask(CutEarly):
-    filters_early, processors_late = ("top_p",), ("token_bitmask",)
-
-
-@fault("K13", "processors-filtered")
 class MinPBeforePenalties(CutEarly):
     filters_early, processors_late = ("min_p",), ("penalties",)
 
