@@ -55,6 +55,24 @@ def as_list_of_four(batch, target_probs, coins, depth_cap):
     return [out.accept_index, out.accept_token_num, out.predicts, out.status + 1]
 
 
+class NoTraits:
+    name = "no-traits"
+
+    def verify(self, *call): ...
+
+
+class Hungry(ReferenceBackend):
+    def verify(self, batch, logits, temperature, coins, depth_cap, alpha, **more): ...
+
+
+class Claims(ReferenceBackend):
+    def verify_probs(self, batch, target_probs, coins, depth_cap): ...
+
+
+class Traitless(ReferenceBackend):
+    traits = {"takes_filters": True}  # noqa: RUF012
+
+
 @pytest.fixture
 def strangers():
     """A module that somebody else wrote, importable by name."""
@@ -63,6 +81,8 @@ def strangers():
     module.instance, module.Class, module.make = EagerBackend(), ReferenceBackend, lambda: ReferenceBackend()  # noqa: PLW0108
     module.gives_seven = lambda: 7
     module.neither = lambda batch, rows: None  # noqa: ARG005
+    module.more = lambda batch, target_probs, coins, depth_cap, alpha: None  # noqa: ARG005
+    module.NoTraits, module.Hungry, module.Claims, module.Traitless = NoTraits, Hungry, Claims, Traitless
     sys.modules["strangers"] = module
     yield module
     del sys.modules["strangers"]
@@ -77,10 +97,19 @@ def test_a_name_gives_one_backend(name):
 
 def test_claims():
     assert get_backend("reference").traits == BackendTraits(
-        devices=("cpu",), takes_filters=True, takes_processors=PROCESSORS, rules=RULES, takes_thresholds=True
+        devices=("cpu",),
+        takes_filters=True,
+        takes_processors=PROCESSORS,
+        rules=RULES,
+        takes_thresholds=True,
+        takes_views=True,
     )
     assert get_backend("eager").traits == BackendTraits(
-        takes_filters=True, takes_processors=PROCESSORS, rules=RULES, takes_thresholds=True
+        takes_filters=True,
+        takes_processors=PROCESSORS,
+        rules=RULES,
+        takes_thresholds=True,
+        takes_views=True,
     )
 
 
@@ -135,6 +164,20 @@ def test_module_and_attribute(attribute, kind, strangers, monkeypatch):
             "strangers:neither",
             r"takes \(batch, rows\), but must take \(batch, target_probs, coins, depth_cap\)",
         ),
+        ("strangers:more", "requires alpha, which it is not handed: give it a default"),
+        (
+            "strangers:NoTraits",
+            r"has verify, but no traits and no verify_probs: a backend has a name, traits",
+        ),
+        (
+            "strangers:Hungry",
+            r"but is called as verify\(batch, logits, .* missing a required argument: 'alpha'",
+        ),
+        (
+            "strangers:Claims",
+            r"depth_cap\), but is called as .* depth_cap, filters=, rule=\), as its traits say: got an",
+        ),
+        ("strangers:Traitless", "traits is a dict, but must be a treeconv.backends.base.BackendTraits"),
         (
             "triton2",
             "backend='triton2', but must be one of reference, eager, triton, sgl",
@@ -250,3 +293,33 @@ def test_eager_is_right_where_masses_stay_torch_tensors(monkeypatch, law):
     outcome = suite.check_law(law_named(law), EagerBackend(), max_examples=60, seed=1, shrink=False)
     assert outcome.cases == 60
     assert outcome.broken is None
+
+
+@pytest.mark.parametrize("takes_views", [False, True])
+def test_views_are_handed_on_only_to_who_takes_them(takes_views):
+    seen = []
+
+    def look(batch, target_probs, coins, depth_cap, rule=None):
+        del rule
+        seen.append([batch.candidates.is_contiguous(), target_probs.is_contiguous()])
+        return from_probs(batch, target_probs, coins, depth_cap)
+
+    look.takes_views = takes_views
+    view = replace(BATCH, candidates=torch.stack([BATCH.candidates, BATCH.candidates], dim=2)[..., 0])
+    rows = PROBS.transpose(0, 1).contiguous().transpose(0, 1)[..., [0, 1, 1]][..., :2]
+    output = front_verify_probs(view, rows, COINS, backend=FunctionBackend(look, "look"))
+    assert seen == [[not takes_views] * 2]
+    assert output.tokens == front_verify_probs(BATCH, PROBS, COINS, backend="reference").tokens
+
+
+def test_narrow_ids_are_no_decision():
+    """Right over the vocabularies of laws, they would wrap over a real one."""
+
+    class Narrow(ReferenceBackend):
+        def verify(self, *call, **more):
+            output = super().verify(*call, **more)
+            return replace(output, predicts=output.predicts.to(torch.int16))
+
+    broken = suite.check_law(law_named("oracle-agreement"), Narrow(), max_examples=5).broken
+    assert "got:      predicts of torch.int16\n" in str(broken)
+    assert "want:     int32 or int64: token ids" in str(broken)

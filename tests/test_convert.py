@@ -222,3 +222,11 @@ def test_malformed_eagle_tensors_are_refused(parents, numbers, message):
 def test_duplicate_siblings_in_eagles_tensors_are_refused():
     with pytest.raises(InvalidTree, match=r"request 0: token_ids\[2\]=5 repeats its sibling node 1"):
         from_eagle(replace(to_eagle([SMALL]), draft_tokens=torch.tensor([[5, 5, 2]])))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_masks_of_pointers_in_narrow_integers(dtype):
+    batch = to_verify_input([SMALL, CHAIN])
+    names = ("retrieve_next_token", "retrieve_next_sibling")
+    narrow = replace(batch, **{name: getattr(batch, name).to(dtype) for name in names})
+    assert torch.equal(tree_mask(narrow), tree_mask(batch))

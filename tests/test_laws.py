@@ -17,6 +17,7 @@ from treeconv.laws import BACKEND_LAWS, law_named, why_not
 from treeconv.processor_strategies import PROCESSOR_CASES
 from treeconv.processors import PROCESSORS, RequestProcessors
 from treeconv.strategies import cases_for
+from treeconv.suite import check_law
 from treeconv.tree_laws import TREE_LAWS, tree_law_named
 
 TREE = DraftTree([-1, 0, 0, 1], [0, 1, 2, 0])
@@ -328,11 +329,12 @@ def test_a_sampler_of_probabilities_is_handed_the_softmax_and_replays_the_logits
         (
             BackendTraits(),
             {kind for kind in CASES if kind.startswith("filtered")}
-            | set(PROCESSOR_CASES) - {"chain_processed", "recursive_processed", "match_processed"},
+            | set(PROCESSOR_CASES) - {"chain_processed", "recursive_processed", "match_processed"}
+            | {"forbidden_rows"},
         ),
         (
             BackendTraits(takes_filters=True, takes_processors=("bias", "bitmask")),
-            {"penalised", "penalised_wide", "penalised_batches", "processed_filtered"},
+            {"penalised", "penalised_wide", "penalised_batches"},
         ),
     ],
 )
@@ -409,3 +411,22 @@ def test_an_unnamed_refusal_is_seen(monkeypatch):
 def test_statuses_of_a_request_that_emits_nothing_are_no_tokens():
     output = VerifyOutput(*(torch.tensor(value) for value in ([[-1]], [0], [-1], [1])))
     assert output.tokens == [[]]
+
+
+@pytest.mark.parametrize(
+    "traits",
+    [
+        BackendTraits(),
+        BackendTraits(takes_probs=False),
+        BackendTraits(takes_logits=False),
+        BackendTraits(takes_filters=True, takes_processors=("bias", "bitmask")),
+    ],
+)
+@pytest.mark.parametrize("law", ["bad-rows", "masks-empty", "processors-filtered", "oracle-agreement-wide"])
+def test_what_a_backend_does_not_claim_is_left_out_of_its_cases(law, traits):
+    """Handed over all the same, it would be refused: ``handed_over`` raises."""
+    backend = EagerBackend()
+    backend.traits = traits
+    outcome = check_law(law_named(law), backend, max_examples=40)
+    assert outcome.broken is None
+    assert outcome.skipped or outcome.cases == 40

@@ -144,6 +144,16 @@ def test_tensors_and_lists_draw_the_same_coins(slots):
     assert (drawn.accept.tolist(), drawn.final.tolist()) == (listed.accept.tolist(), listed.final.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_narrow_tensors_are_refused(dtype):
+    """Words of 32 bits shifted into coins outside [0, 1)."""
+    one, narrow = torch.tensor([3]), torch.tensor([3], dtype=dtype)
+    with pytest.raises(InvalidArgument, match=rf"seeds.dtype={dtype}, but must be torch.int64"):
+        draw_coins(narrow, one, 4)
+    with pytest.raises(InvalidArgument, match=rf"positions.dtype={dtype}, but must be torch.int64"):
+        draw_coins(one, narrow, 4)
+
+
 def test_coins_are_the_words_of_random123s_first_known_answer():
     """Pinned: a change of the counter's layout would change everybody's samples."""
     coins = draw_coins([0], [0], 3)

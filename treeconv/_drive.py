@@ -13,7 +13,7 @@ from treeconv.backends.base import handed_over
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
 from treeconv.processors import PENALTIES, RequestProcessors
 from treeconv.sampling import processed_logits, row_status, target_probs
-from treeconv.tree import RowStatus
+from treeconv.tree import RowStatus, VerifyInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     CoinVector = tuple[Sequence[float], float]
 
 __all__ = [
+    "as_handed",
     "as_probs",
+    "as_views",
     "bytes_of",
     "call",
     "decide",
@@ -76,6 +78,31 @@ def as_probs(case: VerifyCase) -> VerifyCase:
     return replace(case, requests=tuple(requests), kind="probs", rows_dtype="float32")
 
 
+def as_handed(case: VerifyCase, backend: Backend) -> VerifyCase:
+    """The case as the backend takes it: without what its traits do not claim, in a dtype that they do."""
+    traits = backend.traits
+    without: dict[str, Any] = {}
+    if case.is_filtered and not traits.takes_filters:
+        without |= {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+    if case.rule not in traits.rules:
+        without["draft_probs"] = None
+    unknown = case.processor_kinds - set(traits.takes_processors)
+    if without or unknown:
+        requests = [
+            replace(request, **without, processors=request.processors.without(unknown))
+            for request in case.requests
+        ]
+        rule = case.rule if case.rule in traits.rules else "target_only"
+        case = replace(case, requests=tuple(requests), rule=rule)
+    if case.kind == "probs" and not traits.takes_probs:
+        case = case.as_logits()
+    if case.kind == "logits" and not traits.takes_logits:
+        return as_probs(case)
+    if case.kind == "logits" and case.rows_dtype not in traits.rows_dtypes:
+        return case.with_rows_dtype(traits.rows_dtypes[0])
+    return case
+
+
 def input_tensors(tensors: CaseTensors) -> dict[str, torch.Tensor]:
     """Every tensor that a backend is handed, by what a failure calls it."""
     named = {
@@ -92,6 +119,46 @@ def input_tensors(tensors: CaseTensors) -> dict[str, torch.Tensor]:
     if tensors.rule is not None and tensors.rule.draft_probs is not None:
         named["draft probabilities"] = tensors.rule.draft_probs
     return named
+
+
+def as_views(tensors: CaseTensors) -> CaseTensors:
+    """The same call, each tensor that a batch may bring as a view of a larger one.
+
+    Requests lie along the last dimension but the vocabulary's, with a trap behind each: NaN, an id, a bit.
+    """
+    import torch  # noqa: PLC0415
+
+    def along_requests(tensor: torch.Tensor) -> torch.Tensor:
+        buffer = torch.full((*tensor.shape[1:], 2 * tensor.shape[0]), 1, dtype=tensor.dtype).to(tensor.device)
+        buffer[..., ::2] = tensor.movedim(0, -1)
+        return buffer[..., ::2].movedim(-1, 0)
+
+    def padded(tensor: torch.Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        trap = torch.nan if tensor.dtype.is_floating_point else -1
+        inner = tensor.transpose(0, 1) if tensor.ndim == 3 else tensor
+        shape = (*inner.shape[:-1], inner.shape[-1] + 3)
+        buffer = torch.full(shape, trap, dtype=tensor.dtype, device=tensor.device)
+        buffer[..., :-3] = inner
+        view = buffer[..., :-3]
+        return view.transpose(0, 1) if tensor.ndim == 3 else view
+
+    batch = VerifyInput(**{name: along_requests(tensor) for name, tensor in vars(tensors.batch).items()})
+    processors, rule = tensors.processors, tensors.rule
+    if processors is not None:
+        penalties = processors.penalties
+        if penalties is not None:
+            penalties = replace(penalties, committed_tokens=along_requests(penalties.committed_tokens))
+        processors = replace(
+            processors,
+            logit_bias=padded(processors.logit_bias),
+            token_bitmask=padded(processors.token_bitmask),
+            penalties=penalties,
+        )
+    if rule is not None:
+        rule = replace(rule, draft_probs=padded(rule.draft_probs))
+    return replace(tensors, batch=batch, rows=padded(tensors.rows), processors=processors, rule=rule)
 
 
 def call(case: VerifyCase, backend: Backend, device: str) -> tuple[CaseTensors, VerifyOutput]:
@@ -136,6 +203,9 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
         if tuple(part.shape) != shape or part.dtype.is_floating_point or part.dtype is torch.bool:
             found = f"{name} of shape {tuple(part.shape)}, {part.dtype}"
             raise Violation(0, found, f"integers of shape {shape} (batch {size}, {slots} slots)")
+        if name != "status" and torch.iinfo(part.dtype).bits < 32:
+            want = "int32 or int64: token ids and flat indices of a large batch do not fit fewer bits"
+            raise Violation(0, f"{name} of {part.dtype}", want)
     return output
 
 

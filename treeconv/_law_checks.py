@@ -14,16 +14,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv import oracle
-from treeconv._drive import bytes_of, call, decide, input_tensors, judge_all, measure, spread_coins, submit
+from treeconv._drive import (
+    as_views,
+    bytes_of,
+    call,
+    decide,
+    input_tensors,
+    judge_all,
+    measure,
+    spread_coins,
+    submit,
+)
 from treeconv.case import Request, VerifyCase
+from treeconv.filters import Cuts, Filters
 from treeconv.judge import Observed, Violation, is_ambiguous, judge, observe, target_rows
 from treeconv.processors import RequestProcessors, pack_bitmask
+from treeconv.rules import Rule
 from treeconv.tree import DraftTree, RowStatus
 
 if TYPE_CHECKING:
     from treeconv.backends.base import Backend
+    from treeconv.case import CaseTensors
 
 
+_MAX_FINAL = 16  # boundaries of a bonus draw that are swept: all, but over wide vocabularies
 _LEAST_TEMPERED_GAP = 200  # exp(-200) is 0 in float32
 
 
@@ -51,7 +65,7 @@ def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:
     judged = 0
     for index, request in enumerate(case.requests):
         rows = target_rows(request, case.kind, case.filter_order, case.rule)
-        coins = oracle.sweep_coins(request.tree, rows, case.effective_depth_cap)
+        coins = oracle.sweep_coins(request.tree, rows, case.effective_depth_cap, _MAX_FINAL)
         judged += judge_all(case, backend, device, coins, index, rows)
     return judged
 
@@ -217,8 +231,12 @@ def accepted_length(case: VerifyCase, backend: Backend, device: str) -> int:
 
 
 def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
-    """A request decides alike alone, in the batch, permuted and padded."""
+    """A request decides alike alone, in the batch, permuted and padded; and where its tensors are views."""
     together = decide(case, backend, device)
+    views = together
+    if backend.traits.takes_views:
+        output = submit(as_views(case.tensors(device)), case.kind, backend)
+        views = observe([request.tree for request in case.requests], output, case.slots)
     reverse = decide(case.replace_requests(case.requests[::-1]), backend, device)
     padded = decide(
         replace(case.replace_requests(case.requests), num_draft_tokens=case.slots + 3), backend, device
@@ -235,11 +253,12 @@ def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
             "in the batch": together[index],
             "in the reversed batch": reverse[::-1][index],
             "padded by 3 slots": padded[index],
+            "handed over as views, strided": views[index],
         }
         for where, got in others.items():
             if got != want:
                 raise Violation(index, f"{where}: {got}", f"as alone: {want}")
-    return 3 * len(case.requests)
+    return 4 * len(case.requests)
 
 
 def purity(case: VerifyCase, backend: Backend, device: str) -> int:
@@ -260,18 +279,32 @@ def purity(case: VerifyCase, backend: Backend, device: str) -> int:
     flat = np.full((size, vocab), 1 / vocab if case.kind == "probs" else 0, np.float32)
     reject = np.full(size, 1 - 2.0**-24, np.float32)
     between = Request(star, flat, 1.0, reject, 0.5, processors=_other_processors(case, size))
-    call(replace(case, requests=(between,) * len(trees), num_draft_tokens=None), backend, device)
-    second = observe(trees, submit(tensors, case.kind, backend), case.slots)
-    for index, (want, got) in enumerate(zip(first, second, strict=True)):
-        if want != got:
-            raise Violation(index, f"after another call: {got}", f"as at first: {want}")
-        # And the right thing both times: what earlier calls left may have spoilt the first one too.
-        request = case.requests[index]
-        rows, accept = target_rows(request, case.kind, case.filter_order, case.rule), request.accept.tolist()
-        wrong = judge(request.tree, rows, accept, request.final, case.effective_depth_cap, got)
-        if wrong:
-            raise Violation(index, str(got), *wrong)
-    return len(trees)
+    others = replace(case, requests=(between,) * len(trees), num_draft_tokens=None).tensors(device)
+    views = [target_rows(request, case.kind, case.filter_order, case.rule) for request in case.requests]
+    for other in (others, _with_other_settings(others, backend)):
+        submit(other, case.kind, backend)
+        again = observe(trees, submit(tensors, case.kind, backend), case.slots)
+        for index, (want, got) in enumerate(zip(first, again, strict=True)):
+            if want != got:
+                raise Violation(index, f"after another call: {got}", f"as at first: {want}")
+            # And the right thing both times: what earlier calls left may have spoilt the first one too.
+            request = case.requests[index]
+            accept, cap = request.accept.tolist(), case.effective_depth_cap
+            wrong = judge(request.tree, views[index], accept, request.final, cap, got)
+            if wrong:
+                raise Violation(index, str(got), *wrong)
+    return 2 * len(trees)
+
+
+def _with_other_settings(tensors: CaseTensors, backend: Backend) -> CaseTensors:
+    """The same call with thresholds and a filter, as far as the backend takes them; the next has none."""
+    size, _, vocab = tensors.rows.shape
+    if backend.traits.takes_thresholds:
+        tensors = replace(tensors, rule=Rule(threshold_single=0.5, threshold_acc=0.5))
+    if backend.traits.takes_filters:
+        one = Filters.of([Cuts(top_k=1)] * size, vocab, device=tensors.rows.device)
+        tensors = replace(tensors, filters=one)
+    return tensors
 
 
 def _other_processors(case: VerifyCase, num_nodes: int) -> RequestProcessors:
@@ -326,7 +359,26 @@ def depth_cap(case: VerifyCase, backend: Backend, device: str) -> int:
             judged += judge_all(capped, backend, device, coins)
         except Violation as violation:  # the picture's case has a cap of its own
             raise replace(violation, why=f"at {cap} accept slots; {violation.why}".rstrip("; ")) from None
-    return judged
+    return judged + _long_chain_into_the_cap(case, backend, device)
+
+
+def _long_chain_into_the_cap(case: VerifyCase, backend: Backend, device: str) -> int:
+    """Caps beyond what a register or a small array holds: a chain of sure drafts, one longer than the cap."""
+    subject = case.requests[0]
+    cap = 9 + 4 * (int(1 + subject.final * 2**10) % 3)  # 9 at a coin of 0.5, the simplest
+    row = subject.rows[0]
+    nodes = cap + 1
+    chain = replace(
+        subject,
+        tree=DraftTree.chain([subject.tree.token_ids[0], *[int(row.argmax())] * cap]),
+        rows=np.repeat(row[None], nodes, axis=0),
+        accept=np.zeros(nodes, np.float32),
+    )
+    capped = replace(case, requests=(chain,), num_draft_tokens=None, depth_cap=cap)
+    try:
+        return judge_all(capped, backend, device, [([0.0] * nodes, coin) for coin in (0.0, 0.3, 0.9)])
+    except Violation as violation:
+        raise replace(violation, case=capped) from None
 
 
 def autoregressive(case: VerifyCase, backend: Backend, device: str) -> int:

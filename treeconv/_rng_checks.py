@@ -11,7 +11,8 @@ import os
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,7 @@ _BLUR = 2.0**-16
 
 _WIDTH = 16  # outcomes of a revealing draw
 _STREAMS = 16  # independent pairs of which each must not agree
-_DEPTHS = (0, 1, 2)  # nodes whose coins are revealed
+_FAR = (8, 16, 20)  # log2 of how many steps on nothing may have come round
 
 
 def seeds_of(case: VerifyCase, count: int) -> list[int]:
@@ -242,21 +243,23 @@ class _Draws:
 
 def fresh_coins(case: VerifyCase, backend: Backend, device: str) -> int:
     """Coins of other seeds, steps, calls and requests, and of one text, do not repeat one another."""
-    fans = [_revealing(depth) for depth in _DEPTHS]
+    words = seeds_of(case, 3)
+    # The first nodes, and one further down: coins that come round are seen where they do.
+    further = 2 + words[1] % 8 if words[2] % 2 else (8, 16, 32)[words[1] % 3]
+    depths = (0, 1, further)
+    fans = [_revealing(depth) for depth in depths]
     requests = [Request(tree, rows, 1.0, np.full(len(tree), 0.5, np.float32), 0.5) for tree, rows in fans]
     # As padded as the case is, and more than its largest tree needs.
     slots = max(len(tree) for tree, _ in fans) + len(case.requests[0].tree) % 4
     calls = _handed(VerifyCase(tuple(requests), "probs", slots), backend)
-    judged = 0
-    for door in doors_of(backend):
-        judged += _fresh_coins_through(door, case, calls, backend, device)
-    return judged
+    doors = doors_of(backend)
+    return _fresh_coins_through(doors[words[0] % len(doors)], case, calls, depths, backend, device)
 
 
-def _shown(observed: Sequence[Observed], label: str) -> _Draws:
+def _shown(observed: Sequence[Observed], label: str, depths: Sequence[int]) -> _Draws:
     coins = {}
-    for which, depth in enumerate(_DEPTHS):
-        texts = [one.tokens for one in observed[which :: len(_DEPTHS)]]
+    for which, depth in enumerate(depths):
+        texts = [one.tokens for one in observed[which :: len(depths)]]
         if any(len(text) != depth + 2 or max(text) >= _WIDTH for text in texts):
             raise Violation(
                 which, observed[which], f"{depth} certain drafts, a child of node {depth}, a bonus"
@@ -266,30 +269,40 @@ def _shown(observed: Sequence[Observed], label: str) -> _Draws:
     return _Draws(label, coins)
 
 
+@cache
+def _p_value(count: int) -> float:
+    return binomial_p_value(count, _STREAMS, 1 / _WIDTH)
+
+
 def _fresh_coins_through(
-    door: str, case: VerifyCase, calls: VerifyCase, backend: Backend, device: str
+    door: str, case: VerifyCase, calls: VerifyCase, depths: Sequence[int], backend: Backend, device: str
 ) -> int:
     seeds = seeds_of(case, 1 + _STREAMS)
-    size = len(_DEPTHS) * _STREAMS
-    step = seeds[0] % 2**16
+    size = len(depths) * _STREAMS
+    step = seeds[0] % 2**24
     shown = []
+
+    def show(label: str, positions: Sequence[int], **drawn_from: Any) -> None:
+        shown.append(_shown(draw(calls, backend, device, positions, **drawn_from), label, depths))
+
     if door == "generator":
         one, two = _generator(seeds[1], device), _generator(seeds[2], device)
         for label, generator in (("a call", one), ("the next call", one), ("another seed's call", two)):
-            shown.append(_shown(draw(calls, backend, device, [step] * size, generator=generator), label))
+            show(label, [step] * size, generator=generator)
         pairs = [(shown[0], shown[1]), (shown[0], shown[2])]
     else:
+        far = 2 ** _FAR[seeds[0] % len(_FAR)]
         # Seeds and steps that a careless sum, product or cut would confuse.
         points = [
             ("a seed and step", 0, 0),
             ("the next step", 0, 1),
-            ("256 steps on", 0, 256),
+            (f"{far} steps on", 0, far),
             ("the next seed", 1, 0),
             ("the seed plus 2**32", 2**32, 0),
         ]
         for label, seed, further in points:
-            used = [(base + seed) % 2**64 for base in seeds[1:] for _ in _DEPTHS]
-            shown.append(_shown(draw(calls, backend, device, [step + further] * size, seeds=used), label))
+            used = [(base + seed) % 2**64 for base in seeds[1:] for _ in depths]
+            show(label, [step + further] * size, seeds=used)
         pairs = [(shown[0], other) for other in shown[1:]] + [(shown[1], shown[3])]
     neighbour = _Draws("the next request", {name: np.roll(coin, 1) for name, coin in shown[0].coins.items()})
     pairs.append((shown[0], neighbour))
@@ -305,13 +318,17 @@ def _fresh_coins_through(
             (f"{draws.label}: {a}", b, draws.coins[a], draws.coins[b])
             for a, b in zip(names[::2], names[1::2], strict=True)
         ]
+        # Nodes of one seed and step.
+        tests += [
+            (f"{draws.label}: {a}", b, draws.coins[a], draws.coins[b]) for a, b in combinations(names[::2], 2)
+        ]
     rate = split_rate(FALSE_FAIL_RATE, 2 * 2 * len(tests))
     for name, other, left, right in tests:
         for what, count in (
             ("agree", int((left == right).sum())),
             ("mirror each other", int((left + right == _WIDTH - 1).sum())),
         ):
-            if binomial_p_value(count, _STREAMS, 1 / _WIDTH) <= rate:
+            if _p_value(count) <= rate:
                 got = f"{count} of {_STREAMS} pairs {what}: {name} and {other}, drawn from {door}"
                 why = f"revealed to one of {_WIDTH}: {left.tolist()} and {right.tolist()}"
                 want = f"about {_STREAMS // _WIDTH}, as independent coins do"
@@ -328,7 +345,7 @@ def seeded_text(case: VerifyCase, backend: Backend, device: str) -> int:
     judged = 0
     count = len(case.requests)
     seeds = seeds_of(case, 2 * count)
-    positions = [seed % 2**16 for seed in seeds[count:]]
+    positions = [seed % 2**24 for seed in seeds[count:]]
     if "seeds" in doors_of(backend):
         want = draw(case, backend, device, positions, seeds=seeds[:count])
 
@@ -390,7 +407,7 @@ def ranks_agree(case: VerifyCase, backend: Backend, device: str) -> int:
     case = _handed(case, backend, exact=True)
     count = len(case.requests)
     seeds = seeds_of(case, 2 * count)
-    positions = [seed % 2**16 for seed in seeds[count:]]
+    positions = [seed % 2**24 for seed in seeds[count:]]
     judged = 0
     for door in doors_of(backend):
         texts = []

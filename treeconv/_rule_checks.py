@@ -11,7 +11,7 @@ import numpy as np
 
 from treeconv import _law_checks as plain
 from treeconv import oracle
-from treeconv._drive import bytes_of, decide, input_tensors, measure, outcome_coins, submit
+from treeconv._drive import as_views, bytes_of, decide, input_tensors, measure, outcome_coins, submit
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
 from treeconv.tree import DraftTree
 
@@ -31,13 +31,14 @@ def decisions(case: VerifyCase, backend: Backend, device: str) -> int:
 
 
 def purity(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Rows, draft laws and coins come back as they were; asked again, the call decides alike, and rightly."""
+    """Rows, draft laws and coins come back as they were; asked again, with views, it decides rightly too."""
     tensors = case.tensors(device)
     named = input_tensors(tensors)
     before = {name: bytes_of(tensor) for name, tensor in named.items()}
     trees = [request.tree for request in case.requests]
-    for _ in range(2):
-        outcomes = observe(trees, submit(tensors, case.kind, backend), case.slots)
+    again = as_views(tensors) if backend.traits.takes_views else tensors
+    for handed in (tensors, again):
+        outcomes = observe(trees, submit(handed, case.kind, backend), case.slots)
         for name, tensor in named.items():
             if bytes_of(tensor) != before[name]:
                 raise Violation(0, f"{name} was written to", "inputs unchanged: later readers share them")

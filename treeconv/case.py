@@ -252,7 +252,7 @@ class VerifyCase:
 
     def as_logits(self) -> VerifyCase:
         """The logarithms of a call's probabilities: the same law at T = 1, its zeros -inf."""
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):  # a negative one becomes NaN: no law either
             requests = [
                 replace(request, rows=np.log(request.rows), temperature=1.0) for request in self.requests
             ]

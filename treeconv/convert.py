@@ -175,7 +175,8 @@ def _visibility(verify_input: VerifyInput) -> torch.Tensor:
     """``[B, N, N]`` bool, ancestors and self; a padded slot sees itself only. Works on any device."""
     import torch  # noqa: PLC0415
 
-    first, sibling = verify_input.retrieve_next_token, verify_input.retrieve_next_sibling
+    # torch indexes by no narrower integers.
+    first, sibling = verify_input.retrieve_next_token.long(), verify_input.retrieve_next_sibling.long()
     batch, num_slots = first.shape
     slots = torch.arange(num_slots, device=first.device).expand(batch, num_slots)
     # `back` undoes one pointer: first child -> parent, next sibling -> its elder; the root to itself.

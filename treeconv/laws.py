@@ -14,7 +14,7 @@ from treeconv import _law_checks as check
 from treeconv import _processor_checks as processor_check
 from treeconv import _rng_checks as rng_check
 from treeconv import _rule_checks as rule_check
-from treeconv._drive import as_probs
+from treeconv._drive import as_handed
 from treeconv.judge import Violation, explain
 from treeconv.processors import PROCESSORS
 
@@ -64,11 +64,7 @@ class Law:
         Raises:
             LawBroken: the readable failure.
         """
-        handed, dtypes = case, backend.traits.rows_dtypes
-        if case.kind == "logits" and not backend.traits.takes_logits:
-            handed = as_probs(case)
-        elif case.kind == "logits" and case.rows_dtype not in dtypes:
-            handed = case.with_rows_dtype(dtypes[0])
+        handed = as_handed(case, backend)
         try:
             return self.check(handed, backend, device)
         except Violation as violation:
@@ -109,11 +105,12 @@ _FILTERED = (
     "match_filtered",
 )
 _PROCESSED: dict[str, tuple[ProcessorKind, ...]] = {
-    **dict.fromkeys(("masked", "masked_batches", "masked_wide", "forbidden_rows"), ("bias", "bitmask")),
-    **dict.fromkeys(("penalised", "penalised_batches", "penalised_wide"), PROCESSORS),
     **dict.fromkeys(
-        ("processed_filtered", "chain_processed", "recursive_processed", "match_processed"), PROCESSORS
+        ("masked", "masked_batches", "masked_wide", "forbidden_rows", "processed_filtered"),
+        ("bias", "bitmask"),
     ),
+    **dict.fromkeys(("penalised", "penalised_batches", "penalised_wide"), PROCESSORS),
+    **dict.fromkeys(("chain_processed", "recursive_processed", "match_processed"), PROCESSORS),
 }
 
 

@@ -9,11 +9,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from treeconv.case import round_rows
+from treeconv.filters import FILTER_ORDERS
 from treeconv.processors import PENALTIES, PROCESSORS, RequestProcessors, pack_bitmask
 from treeconv.rule_strategies import draft_laws, shapes_for
 from treeconv.rules import RATIO_RULES
 from treeconv.sampling import processed_logits
-from treeconv.strategies import verify_cases
+from treeconv.strategies import filters_for, verify_cases
 from treeconv.wide_strategies import wide_cases
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = ["PROCESSOR_CASES", "processed_cases", "processors_for"]
 # Mostly multiples of 1/4, so that most processed logits are exact in float32.
 _BIASES = (1.0, -1.0, 0.5, 2.0, -0.25, 100.0, -100.0, -np.inf, 1e8, 0.1)
 _REPETITIONS = (2.0, 0.5, 4.0, 2.0, 1.25)
+_CALM = (1.0, 1.0, 0.5, 2.0)  # temperatures at which calm logits are neither one token's nor everybody's
 _AMOUNTS = (0.5, 1.0, -0.5, 2.0, -2.0, 0.25, 1.5, -1.0, 0.75, 0.1)
 
 
@@ -109,9 +111,12 @@ def processors_for(
     if "bitmask" in on:
         allowed = np.ones((nodes, vocab), bool)
         for node in range(nodes):
-            what = draw(st.sampled_from(["all", "not", "not", "only", "none"][: 5 if allow_empty else 4]))
+            usual = ["all", "not", "not", "not", "only"]
+            what = draw(st.sampled_from([*usual, "none"] if allow_empty else usual))
             if what == "not":
-                allowed[node, draw(st.lists(a_token, min_size=1, max_size=3))] = False
+                likeliest = int(np.nan_to_num(rows[node], nan=-np.inf, neginf=-np.inf).argmax())
+                a_choice = st.one_of(a_token, st.just(likeliest))  # what filters would have kept
+                allowed[node, draw(st.lists(a_choice, min_size=1, max_size=3))] = False
             elif what == "only":
                 allowed[node] = False
                 allowed[node, draw(st.lists(a_token, min_size=1, max_size=3))] = True
@@ -141,6 +146,7 @@ def processed_cases(
     kinds: Sequence[ProcessorKind] = PROCESSORS,
     *,
     allow_empty: bool = False,
+    allow_filters: bool = False,
     max_nodes: int = 6,
     min_vocab: int = 2,
     **calls: Any,
@@ -149,6 +155,7 @@ def processed_cases(
 
     * ``kinds``: those that may be on, the last of them most often.
     * ``allow_empty``: whether a node may forbid every token.
+    * ``allow_filters``: whether most requests carry filters too, made for their processed rows.
     * the rest: as :func:`treeconv.strategies.verify_cases` takes it.
 
     Three in four requests have calm logits, and more than usual are greedy. Shrinks as ``verify_cases`` does,
@@ -163,8 +170,22 @@ def processed_cases(
         temperature = 0.0 if draw(st.integers(0, 5), label="greedy?") == 5 else request.temperature
         held = draw(processors_for(request.tree, rows, kinds, allow_empty=allow_empty))
         rows = round_rows(rows, case.rows_dtype)
-        requests.append(replace(request, rows=rows, temperature=temperature, processors=held))
-    return replace(case, requests=tuple(requests))
+        carries = replace(request, rows=rows, temperature=temperature, processors=held)
+        requests.append(draw(_filtered(carries)) if allow_filters else carries)
+    order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else case.filter_order
+    return replace(case, requests=tuple(requests), filter_order=order)
+
+
+@st.composite
+def _filtered(draw: DrawFn, request: Request) -> Request:
+    """The request with filters whose cuts lie where its processed rows have theirs.
+
+    At a tiny temperature one token is left before any filter, at a huge one all are alike.
+    """
+    temperature = draw(st.sampled_from([*_CALM, request.temperature]), label="temperature")
+    request = replace(request, temperature=temperature)
+    rows = _plain(request, processed=True).rows
+    return replace(request, **draw(filters_for(rows, temperature)))
 
 
 @st.composite
@@ -204,7 +225,8 @@ def _seeded(
         held["repetition_penalty"] = float(rng.choice([1.0, 2.0, 1.25]))
         held["frequency_penalty"] = float(rng.choice([0.5, 0.0, -0.25, 1.0]))
         held["presence_penalty"] = float(rng.choice([0.0, 0.5, -0.5]))
-        committed = rng.choice([*tree.token_ids, *rng.integers(0, vocab_size, 8).tolist()], 40)
+        pool = [*tree.token_ids[:4], *rng.integers(0, vocab_size, 8).tolist(), *tree.token_ids]
+        committed = rng.choice(pool, rng.choice([40, 300]))  # beyond any window, some tokens dozens of times
         held["committed_tokens"] = committed.tolist()
     return RequestProcessors(**held)
 
@@ -234,28 +256,32 @@ def _plain(request: Request, *, processed: bool) -> Request:
 
 @st.composite
 def _by_rule(draw: DrawFn, /, rule: RuleName, **sizes: Any) -> VerifyCase:
-    """Processed calls verified by another rule than target-only.
+    """Processed calls verified by another rule than target-only, half of them filtered as well.
 
     q, where the rule reads one, is the drafter's own: near the processed law, or near the raw one, of a
     drafter that knows no processors; or far from both.
     """
     case = draw(processed_cases(**sizes, **shapes_for(rule)))
-    requests = [draw(_drafted(request, rule)) for request in case.requests]
-    return replace(case, requests=tuple(requests), rule=rule)
+    is_filtered = draw(st.booleans(), label="filtered?")
+    requests = [draw(_drafted(request, rule, is_filtered=is_filtered)) for request in case.requests]
+    order = draw(st.sampled_from(FILTER_ORDERS), label="order") if is_filtered else FILTER_ORDERS[0]
+    return replace(case, requests=tuple(requests), rule=rule, filter_order=order)
 
 
 @st.composite
-def _drafted(draw: DrawFn, request: Request, rule: RuleName) -> Request:
+def _drafted(draw: DrawFn, request: Request, rule: RuleName, *, is_filtered: bool) -> Request:
     # At a tiny or a huge one calm logits are one token's, or everybody's: p / q then has little to show.
-    usual = st.sampled_from([1.0, 1.0, 0.5, 2.0, 0.0, request.temperature])
-    temperature = draw(usual, label="temperature")
+    temperature = draw(st.sampled_from([*_CALM, 0.0, request.temperature]), label="temperature")
+    request = replace(request, temperature=temperature)
+    if is_filtered:
+        request = draw(_filtered(request))
+        temperature = request.temperature
     if rule not in RATIO_RULES:
-        return replace(request, temperature=temperature)
+        return request
     knows = draw(st.sampled_from([True, True, False]), label="drafter knows the processors?")
     likely = draw(st.booleans(), label="likely drafts?")
-    known = _plain(replace(request, temperature=temperature), processed=knows)
-    draft_probs = draw(draft_laws(known, kind="logits", likely_drafts=likely))
-    return replace(request, temperature=temperature, draft_probs=draft_probs)
+    known = _plain(request, processed=knows)
+    return replace(request, draft_probs=draw(draft_laws(known, kind="logits", likely_drafts=likely)))
 
 
 _CLOSE: dict[str, Any] = {"min_vocab": 4, "max_vocab": 5, "allow_depth_cap": False}
@@ -266,11 +292,12 @@ PROCESSOR_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "masked": lambda: processed_cases(_MASKS, max_requests=2),
     "masked_batches": lambda: processed_cases(_MASKS, min_requests=2, max_requests=4),
     "masked_wide": lambda: _wide_cases(_MASKS),
-    "forbidden_rows": lambda: processed_cases(_MASKS, max_requests=3, allow_empty=True),
     "penalised": lambda: processed_cases(max_requests=2),
     "penalised_batches": lambda: processed_cases(min_requests=2, max_requests=4),
     "penalised_wide": lambda: _wide_cases(PROCESSORS),
-    "processed_filtered": lambda: processed_cases(allow_filters=True),
+    "processed_filtered": lambda: processed_cases(
+        allow_filters=True, max_requests=2, max_nodes=4, max_vocab=7
+    ),
     "chain_processed": lambda: _by_rule("chain", min_nodes=2, max_nodes=3, **_CLOSE),
     "recursive_processed": lambda: _by_rule("recursive", min_nodes=3, max_nodes=4, **_CLOSE),
     "match_processed": lambda: _by_rule(

@@ -25,7 +25,7 @@ import numpy as np
 from treeconv.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -154,6 +154,17 @@ class RequestProcessors:
             "penalties": any(getattr(self, name) != off for name, off in PENALTIES.items()),
         }
         return frozenset(kind for kind in PROCESSORS if on[kind])
+
+    def without(self, kinds: Collection[ProcessorKind]) -> RequestProcessors:
+        """The processors of the other kinds."""
+        off: dict[str, Any] = {}
+        if "bias" in kinds:
+            off["logit_bias"] = None
+        if "bitmask" in kinds:
+            off["token_bitmask"] = None
+        if "penalties" in kinds:
+            off |= PENALTIES
+        return replace(self, **off)
 
     def at_nodes(self, nodes: Sequence[int], committed: Sequence[int] = ()) -> RequestProcessors:
         """The processors of a tree that keeps these nodes, with further tokens committed before its root."""

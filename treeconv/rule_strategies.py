@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from treeconv.case import VerifyCase
+from treeconv.case import Request, VerifyCase
 from treeconv.rules import RATIO_RULES
 from treeconv.sampling import target_probs
-from treeconv.strategies import dyadic_rows, give_mass_to_drafts, verify_cases
+from treeconv.strategies import (
+    coins,
+    draft_trees,
+    dyadic_rows,
+    give_mass_to_drafts,
+    seeded_coins,
+    verify_cases,
+)
 from treeconv.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -24,16 +31,17 @@ if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
     from numpy.typing import NDArray
 
-    from treeconv.case import Request
     from treeconv.rules import RuleName
 
 __all__ = [
     "RULE_CASES",
     "draft_laws",
     "fixed_draft_cases",
+    "late_sibling_cases",
     "rule_cases",
     "sampled_draft_cases",
     "shapes_for",
+    "wide_rule_cases",
 ]
 
 # Siblings are what the recursive rule is about: a star has them at once.
@@ -111,6 +119,55 @@ def rule_cases(
 
 
 @st.composite
+def late_sibling_cases(draw: DrawFn) -> VerifyCase:
+    """Stars whose fourth and fifth child still have something to be tested for, as drawn ones hardly have.
+
+    q falls by halves along the siblings; p wants what comes late, so that it outlasts their rejections.
+
+    Shrinks towards four siblings and one seed.
+    """
+    count = draw(st.integers(4, 6), label="siblings")
+    vocab = count + draw(st.integers(1, 2), label="other tokens")
+    rng = np.random.default_rng(draw(st.integers(0, 2**16), label="masses"))
+    siblings = rng.permutation(vocab)[:count]
+    size = count + 1
+    rows, laws = np.zeros((2, size, vocab), np.float32)
+    rows[:, 0] = laws[:, 0] = 1  # below a sibling nothing is at stake
+    shares = np.ones(vocab)
+    shares[siblings] = np.where(np.arange(count) < 3, 0.25, 4)
+    rows[0] = rng.multinomial(64, shares / shares.sum()) / 64
+    laws[0] = 0
+    laws[0, siblings] = 0.5 ** np.minimum(np.arange(1, size), count - 1)
+    tree = DraftTree((-1, *[0] * count), (0, *siblings.tolist()))
+    request = Request(tree, rows, 1.0, seeded_coins(draw, size), draw(coins()), draft_probs=laws)
+    return VerifyCase((request,), kind="probs", rule="recursive")
+
+
+@st.composite
+def wide_rule_cases(draw: DrawFn, rule: RuleName) -> VerifyCase:
+    """Small trees by a rule over vocabularies of several tiles, p and q alike but for some noise.
+
+    * ``rule``: any; ``chain`` gets chains.
+
+    Shrinks towards one root over 17 tokens.
+    """
+    vocab = draw(st.sampled_from([17, 130, 257, 33, 1031]), label="vocab")
+    shapes = shapes_for(rule).get("shapes", ("star", "random"))
+    tree = draw(draft_trees(max_nodes=4, vocab_size=vocab, shapes=shapes))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16), label="rows"))
+    rows = rng.standard_normal((len(tree), vocab)).astype(np.float32) * 2
+    for node in range(1, len(tree)):  # drafts are likely tokens, so that walks go deep
+        rows[tree.parents[node], tree.token_ids[node]] += 4
+    temperature = draw(st.sampled_from([1.0, 0.5, 2.0]), label="temperature")
+    request = Request(tree, rows, temperature, seeded_coins(draw, len(tree)), draw(coins()))
+    if rule in RATIO_RULES:
+        other = rows + rng.standard_normal(rows.shape).astype(np.float32) * draw(st.sampled_from([1, 0]))
+        laws = np.stack([target_probs(row, temperature) for row in other])
+        request = replace(request, draft_probs=laws)
+    return VerifyCase((request,), rule=rule)
+
+
+@st.composite
 def sampled_draft_cases(draw: DrawFn, rule: RuleName) -> VerifyCase:
     """A draft's shape with a target and a drafter that are Markov chains: a law then samples every draft.
 
@@ -165,6 +222,11 @@ def fixed_draft_cases(draw: DrawFn, rule: RuleName) -> VerifyCase:
     return VerifyCase((whole,), kind="probs", rule=rule)
 
 
+def _now_and_then_wide(rule: RuleName) -> SearchStrategy[VerifyCase]:
+    usual = rule_cases(rule, kind="logits")
+    return st.one_of(usual, usual, usual, wide_rule_cases(rule))
+
+
 def _match_cases() -> SearchStrategy[VerifyCase]:
     small = verify_cases(kind="probs", max_nodes=5, max_vocab=5)
     return small.map(lambda case: replace(case, rule="draw_and_match"))
@@ -173,17 +235,19 @@ def _match_cases() -> SearchStrategy[VerifyCase]:
 #: kind of case -> its strategy; part of what ``strategies.cases_for`` knows
 RULE_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "chain_rule": lambda: rule_cases("chain"),
-    "chain_rule_logits": lambda: rule_cases("chain", kind="logits"),
+    "chain_rule_logits": lambda: _now_and_then_wide("chain"),
     "chain_filtered": lambda: rule_cases("chain", allow_filters=True),
     "chain_drafts": lambda: sampled_draft_cases("chain"),
     "chain_fixed": lambda: fixed_draft_cases("chain"),
-    "recursive_rule": lambda: rule_cases("recursive"),
-    "recursive_rule_logits": lambda: rule_cases("recursive", kind="logits"),
+    "recursive_rule": lambda: st.one_of(
+        rule_cases("recursive"), rule_cases("recursive"), late_sibling_cases()
+    ),
+    "recursive_rule_logits": lambda: _now_and_then_wide("recursive"),
     "recursive_filtered": lambda: rule_cases("recursive", kind="logits", allow_filters=True),
     "recursive_drafts": lambda: sampled_draft_cases("recursive"),
     "recursive_fixed": lambda: fixed_draft_cases("recursive"),
     "match_rule": lambda: rule_cases("draw_and_match"),
-    "match_rule_logits": lambda: rule_cases("draw_and_match", kind="logits"),
+    "match_rule_logits": lambda: _now_and_then_wide("draw_and_match"),
     "match_filtered": lambda: rule_cases("draw_and_match", kind="logits", allow_filters=True),
     "match_drafts": _match_cases,
 }

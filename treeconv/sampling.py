@@ -165,7 +165,7 @@ def draw_coins(seeds: Any, positions: Any, num_draft_tokens: int) -> Coins:
         tensors on the seeds' device where those are a tensor (nothing waits for it, and a graph can hold it).
 
     Raises:
-        InvalidArgument: lengths that differ, or values out of range.
+        InvalidArgument: lengths that differ, values out of range, or tensors of another dtype.
     """
     check_int(num_draft_tokens, "num_draft_tokens", 1)
     if len(seeds) != len(positions):
@@ -187,6 +187,10 @@ def draw_coins(seeds: Any, positions: Any, num_draft_tokens: int) -> Coins:
 def _draw_tensors(seeds: Any, positions: Any, num_draft_tokens: int, blocks: int) -> Coins:
     import torch  # noqa: PLC0415
 
+    for name, tensor in (("seeds", seeds), ("positions", positions)):
+        if getattr(tensor, "dtype", None) is not torch.int64:  # narrower words would shift into the coins
+            found = getattr(tensor, "dtype", type(tensor).__name__)
+            raise InvalidArgument(f"{name}.dtype={found}, but must be torch.int64 where seeds are a tensor")
     block = torch.arange(blocks, device=seeds.device)[None]
     counter = (block, torch.zeros_like(block), *_split(positions[:, None]))
     words = philox4x32(counter, _split(seeds[:, None]))

@@ -401,34 +401,16 @@ def verify_cases(
     return VerifyCase(tuple(requests), kind, None, cap, dtype, order)  # type: ignore[arg-type]
 
 
-@st.composite
-def _bad_row_cases(draw: DrawFn) -> VerifyCase:
-    """Batches in which some rows are NaN, hold +inf, or are all -inf; some visited, some not."""
-    case = draw(verify_cases(max_requests=3))
-    requests = []
-    for request in case.requests:
-        rows = request.rows.copy()
-        for node in range(len(request.tree)):
-            what = draw(st.sampled_from(["fine", "fine", "nan", "inf", "empty"]))
-            last = case.vocab_size - 1  # in the tail of the last block, often
-            place = draw(st.one_of(st.integers(0, last), st.just(last))) if what != "fine" else 0
-            if what == "empty":
-                rows[node] = -np.inf
-            elif what != "fine":
-                rows[node, place] = np.nan if what == "nan" else np.inf
-        requests.append(Request(request.tree, rows, request.temperature, request.accept, request.final))
-    return case.replace_requests(requests)
-
-
 def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
-    * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches, bad_rows;
+    * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches;
       drawn (dyadic, few outcomes: for verifiers that draw their own coins);
       with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
       filtered_batches; filtered_roots, for which the law makes the filters; by another rule than
       target-only: the keys of ``rule_strategies.RULE_CASES``; with processors: those of
-      ``processor_strategies.PROCESSOR_CASES``; over large vocabularies: of ``wide_strategies.WIDE_CASES``.
+      ``processor_strategies.PROCESSOR_CASES``; with unusable rows: of ``status_strategies.STATUS_CASES``;
+      over large vocabularies: of ``wide_strategies.WIDE_CASES``.
     """
     filtered: dict[str, Any] = {"max_nodes": 5, "min_vocab": 2, "allow_filters": True}
     strategies: dict[str, Any] = {
@@ -439,7 +421,6 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         "zero_mass": lambda: verify_cases(kind="probs", max_bits=2),
         "chains": lambda: verify_cases(shapes=["chain"]),
         "batches": lambda: verify_cases(min_requests=2, max_requests=4, max_nodes=6),
-        "bad_rows": _bad_row_cases,
         "drawn": lambda: verify_cases(
             kind="probs",
             max_requests=3,
@@ -459,9 +440,10 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
         # Which are made of what is here.
         from treeconv.processor_strategies import PROCESSOR_CASES  # noqa: PLC0415
         from treeconv.rule_strategies import RULE_CASES  # noqa: PLC0415
+        from treeconv.status_strategies import STATUS_CASES  # noqa: PLC0415
         from treeconv.wide_strategies import WIDE_CASES  # noqa: PLC0415
 
-        strategies |= RULE_CASES | PROCESSOR_CASES | WIDE_CASES
+        strategies |= RULE_CASES | PROCESSOR_CASES | STATUS_CASES | WIDE_CASES
     if kind not in strategies:
         raise InvalidArgument(f"kind={kind!r}, but must be one of {', '.join(strategies)}")
     strategy: SearchStrategy[VerifyCase] = strategies[kind]()

@@ -154,6 +154,16 @@ def _stop_tokens(trees: Sequence[DraftTree], num_draft_tokens: int, prefix_lens:
         refused = [sorted({*tree.token_ids} - {*tokens}) for tree, tokens in zip(trees, emitted, strict=True)]
         for stops in (own, refused, [refused[0], *own[1:]], [emitted[0][-1:]] * len(trees)):
             _expect_cut(paths, emitted, stops, num_draft_tokens)
+    _stop_tokens_of_long_texts(num_draft_tokens, prefix_lens)
+
+
+def _stop_tokens_of_long_texts(num_draft_tokens: int, prefix_lens: Sequence[int]) -> None:
+    """Chains longer than trees that are drawn: a stop at a place of each, behind the first ones."""
+    size = 12 + num_draft_tokens
+    path, emitted = range(size), [*range(1, size), 0]
+    places = [6 + (sum(prefix_lens) * 5 + 7 * request) % (size - 6) for request in range(3)]
+    stops = [[emitted[place]] for place in places]
+    _expect_cut([path] * 3, [emitted] * 3, stops, size)
 
 
 def _expect_cut(

@@ -429,3 +429,25 @@ class HistoryOfEarlierCalls(ProcessorSampler):  # a buffer that is not cleared
 
     def seen(self, request, node):
         return [*self.memory, *super().seen(request, node)]
+
+
+@fault("penalties-wide")
+class LastSixteenCommittedOnly(ProcessorSampler):
+    """A window over the text, as llama.cpp's ``repeat_last_n``."""
+
+    def committed(self, request):
+        return super().committed(request)[-16:]
+
+
+@fault("penalties-wide")
+class FirstSixtyFourCommittedOnly(ProcessorSampler):
+    def committed(self, request):
+        return super().committed(request)[:64]
+
+
+@fault("penalties-wide")
+class OccurrencesCountedToFifteen(ProcessorSampler):
+    """Four bits a token."""
+
+    def counts(self, request, node, size):
+        return np.minimum(super().counts(request, node, size), 15)

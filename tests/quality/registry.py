@@ -24,6 +24,7 @@ MODULES = (
     "rule_faults",
     "processor_faults",
     "processed_rule_faults",
+    "mixed_faults",
     "filter_faults",
     "rng_faults",
     "tree_faults",

@@ -83,6 +83,16 @@ class InReverse(Sampler):
         return int(above[0]) if above.size else self.fallback(residual)
 
 
+class DividesProbabilities(Sampler):
+    """Divides what it is handed by its sum, which a float32 softmax leaves a few roundings off 1."""
+
+    name = "divides-probabilities"
+
+    def law(self, walk, node):
+        status, p = super().law(walk, node)
+        return status, p / p.sum(dtype=np.float32) if status is RowStatus.OK else p
+
+
 class InBfloat16(Sampler):
     """Takes bfloat16 logits alone, and is judged by what it was handed (X3)."""
 
@@ -94,5 +104,5 @@ class InBfloat16(Sampler):
         return super().verify(batch, logits, temperature, coins, depth_cap)
 
 
-ODD = [Sampler, InFloat64, InReverse, InBfloat16]
+ODD = [Sampler, InFloat64, InReverse, DividesProbabilities, InBfloat16]
 RIGHT = [*ODD, *RIGHT_FILTERS, *RIGHT_RULES, *RIGHT_PROCESSORS, *RIGHT_PROCESSED_RULES, *RIGHT_COINS]

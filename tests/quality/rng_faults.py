@@ -196,6 +196,28 @@ class StepsCountedIn8Bits(Seeded):
 
 
 @fault("K5", "fresh-coins")
+class StepsCountedIn16Bits(Seeded):
+    def steps(self, batch):
+        return batch.prefix_lens & 0xFFFF
+
+
+@fault("K5", "fresh-coins")
+class CoinsComeRoundAfterEightNodes(Seeded):
+    """A block of eight coins a step, indexed by the node's last three bits."""
+
+    period = 8
+
+    def coins(self, batch, seeds):
+        coins = super().coins(batch, seeds)
+        return Coins(coins.accept[:, torch.arange(batch.num_draft_tokens) % self.period], coins.final)
+
+
+@fault("K5", "fresh-coins")
+class CoinsComeRoundAfterAWarp(CoinsComeRoundAfterEightNodes):
+    period = 32
+
+
+@fault("K5", "fresh-coins")
 class SeedPlusStep(Seeded):
     """Then a seed's next step is the next seed's step."""
 

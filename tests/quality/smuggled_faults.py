@@ -89,3 +89,33 @@ class MaximumStartsAtMinus65504(Sampler):
         if temperature > 0 and row.max() < -65504:
             return np.eye(1, row.size, row.size - 1, dtype=np.float32)[0]
         return super().softmax(row, temperature)
+
+
+class TiledProbabilities(Tiled):
+    """The same for probabilities alone."""
+
+    def row(self, walk, node):
+        return super().row(walk, node) if walk.temperature is None else walk.rows[node]
+
+
+@fault("K4", "oracle-agreement-wide")
+class ProbabilitiesOfRequestZeroInTiles(TiledProbabilities):
+    def tiled(self, walk, node, row):
+        return walk.batch.rows[0][node]
+
+
+@fault("K7", "oracle-agreement-wide")
+class ProbabilitiesBehindTheFirstTile(TiledProbabilities):
+    def tiled(self, walk, node, row):
+        row[1024:] = 0
+        return row
+
+
+@fault("K9", "depth-cap")
+class CapsAboveEightIgnored(Sampler):
+    """A path of eight is kept in registers; a longer one has room for all."""
+
+    fewest_nodes = 10
+
+    def kids(self, walk, path):
+        return walk.children[path[-1]] if walk.cap > 8 else super().kids(walk, path)

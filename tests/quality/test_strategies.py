@@ -248,9 +248,11 @@ def test_minimal_batches():
 
 @pytest.mark.parametrize("kind", ["logits", "dyadic", "dyadic_small", "zero_mass", "chains", "bad_rows"])
 def test_minimal_cases_are_one_root_over_one_token(kind):
-    case = minimal(
-        S.cases_for(kind), is_least=lambda case: len(case.requests) == case.vocab_size == case.slots == 1
-    )
+    def is_least(case):
+        sizes = len(case.requests), case.vocab_size, case.slots
+        return sizes == (1, 1, 1) and case.requests[0].final == case.requests[0].accept[0] == 0.5
+
+    case = minimal(S.cases_for(kind), is_least=is_least)
     (request,) = case.requests
     row = [0.0] if case.kind == "logits" else [1.0]
     assert (request.tree, request.rows.tolist()) == (DraftTree([-1], [0]), [row])

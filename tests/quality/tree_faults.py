@@ -258,3 +258,17 @@ class BonusIsNoStop(Stopping):
 class SlotsKeptBehindTheStop(Stopping):
     def changed(self, made, output, stops):
         return replace(made, accept_index=output.accept_index)
+
+
+@fault("K9", "stop-tokens")
+class StopsAmongTheFirstSixOnly(Stopping):
+    """A fixed window of the step's tokens is searched for stops."""
+
+    def changed(self, made, output, stops):
+        return commit(output) if (made.num_emitted[made.is_finished] > 6).any() else made
+
+
+@fault("K9", "stop-tokens")
+class StopsAmongTheFirstTwelveOnly(Stopping):
+    def changed(self, made, output, stops):
+        return commit(output) if (made.num_emitted[made.is_finished] > 12).any() else made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from treeconv.errors import BackendUnavailable, InvalidArgument
@@ -12,7 +12,7 @@ from treeconv.rules import RULES
 from treeconv.tree import Coins, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from treeconv.processors import ProcessorKind, Processors
     from treeconv.rules import Rule, RuleName
 
-__all__ = ["Backend", "BackendTraits", "CoinUse", "FunctionBackend", "handed_over"]
+__all__ = [
+    "Backend",
+    "BackendTraits",
+    "CoinUse",
+    "FunctionBackend",
+    "as_contiguous",
+    "check_calls",
+    "handed_over",
+]
+
+_OF_LOGITS = ("batch", "logits", "temperature", "coins", "depth_cap")
+_OF_PROBS = ("batch", "target_probs", "coins", "depth_cap")
 
 #: How a verifier comes by its coins; see :class:`BackendTraits`.
 CoinUse = Literal["bucket", "own", "seeds", "generator"]
@@ -60,6 +71,9 @@ class BackendTraits:
         rules: the acceptance rules it has, some of :data:`treeconv.rules.RULES`.
 
         takes_thresholds: its target-only rule takes acceptance thresholds below 1, which are lossy.
+
+        takes_views: takes tensors of any strides, but for the vocabulary of rows, laws, biases and bitmasks,
+            which is contiguous. Others are handed contiguous tensors, by laws and by :func:`treeconv.verify`.
     """
 
     takes_logits: bool = True
@@ -74,6 +88,7 @@ class BackendTraits:
     coins: CoinUse = "bucket"
     rules: tuple[RuleName, ...] = ("target_only",)
     takes_thresholds: bool = False
+    takes_views: bool = False
 
 
 @runtime_checkable
@@ -157,6 +172,57 @@ def handed_over(
     return more
 
 
+def check_calls(backend: Backend, name: str) -> None:
+    """Refuse a backend that cannot be called as its traits say it will be, before any case is drawn.
+
+    Raises:
+        BackendUnavailable: traits of another class, or a method that takes other arguments.
+    """
+    traits = backend.traits
+    if not isinstance(traits, BackendTraits):
+        raise BackendUnavailable(
+            f"backend={name!r}: traits is a {type(traits).__name__}, but must be a"
+            " treeconv.backends.base.BackendTraits"
+        )
+    more = {
+        "filters": traits.takes_filters,
+        "rule": traits.takes_thresholds or traits.rules != RULES[:1],
+        "processors": bool(traits.takes_processors),
+    }
+    kwargs = [key for key, is_taken in more.items() if is_taken]
+    if traits.takes_logits:
+        _check_call(name, "verify", backend.verify, _OF_LOGITS, kwargs)
+    if traits.takes_probs:
+        of_probs = [key for key in kwargs if key != "processors"]
+        _check_call(name, "verify_probs", backend.verify_probs, _OF_PROBS, of_probs)
+
+
+def _check_call(
+    name: str, method: str, function: Callable[..., Any], args: Sequence[str], kwargs: Sequence[str]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # compiled: it does not say what it takes
+        return
+    try:
+        signature.bind(*args, **dict.fromkeys(kwargs))
+    except TypeError as error:
+        called = ", ".join([*args, *(f"{key}=" for key in kwargs)])
+        raise BackendUnavailable(
+            f"backend={name!r} takes {method}{signature}, but is called as {method}({called}), as its traits"
+            f" say: {error}"
+        ) from None
+
+
+def as_contiguous(value: Any) -> Any:
+    """A tensor, or a dataclass of tensors, without views: what a backend gets that does not take them."""
+    if hasattr(value, "contiguous"):
+        return value.contiguous()
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{part.name: as_contiguous(getattr(value, part.name)) for part in fields(value)})
+
+
 class FunctionBackend:
     """A plain function as a backend; which interface it has is read off its parameter names.
 
@@ -169,10 +235,10 @@ class FunctionBackend:
     in the place of ``coins`` (:class:`BackendTraits` says what they are). All return a
     :class:`VerifyOutput`, or ``(accept_index, accept_token_num, predicts)`` with an optional fourth
     ``status``. Unusable rows are judged where the function has an attribute ``reports_status`` that is true;
-    attributes ``devices``, ``rows_dtypes`` and ``coins`` are its traits.
+    attributes ``devices``, ``rows_dtypes``, ``coins`` and ``takes_views`` are its traits.
 
     Raises:
-        BackendUnavailable: parameters of neither kind.
+        BackendUnavailable: parameters of neither kind, or a further one without a default.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -184,6 +250,18 @@ class FunctionBackend:
             raise BackendUnavailable(
                 f"backend {name!r} takes ({', '.join(sorted(parameters))}), but must take (batch,"
                 " target_probs, coins, depth_cap) or (batch, logits, temperature, coins, depth_cap)"
+            )
+        handed = {"batch", self._coins, "depth_cap", "filters", "rule"}
+        handed |= {"logits", "temperature", "processors"} if takes_logits else {"target_probs"}
+        required = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if more := [parameter for parameter in required if parameter not in handed]:
+            raise BackendUnavailable(
+                f"backend {name!r} requires {' and '.join(more)}, which it is not handed: give it a default"
             )
         drawn: Any = getattr(function, "coins", "bucket") if self._coins == "coins" else self._coins
         self.name = name
@@ -202,6 +280,7 @@ class FunctionBackend:
             ),
             coins=drawn,
             rules=tuple(getattr(function, "rules", RULES)) if "rule" in parameters else RULES[:1],
+            takes_views=bool(getattr(function, "takes_views", False)),
         )
         self._takes_rule = "rule" in parameters
 

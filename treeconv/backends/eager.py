@@ -47,7 +47,11 @@ class EagerBackend:
 
     name = "eager"
     traits = BackendTraits(
-        takes_filters=True, takes_processors=PROCESSORS, rules=RULES, takes_thresholds=True
+        takes_filters=True,
+        takes_processors=PROCESSORS,
+        rules=RULES,
+        takes_thresholds=True,
+        takes_views=True,
     )
 
     def verify(

@@ -101,6 +101,7 @@ class ReferenceBackend:
         takes_processors=PROCESSORS,
         rules=RULES,
         takes_thresholds=True,
+        takes_views=True,
     )
 
     def verify(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from treeconv.backends.base import Backend, FunctionBackend
+from treeconv.backends.base import Backend, FunctionBackend, check_calls
 from treeconv.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -70,13 +70,26 @@ def get_backend(name: str | Backend) -> Backend:
     if isinstance(found, type) or (not isinstance(found, Backend) and _is_factory(found)):
         made, found = "takes no arguments, so it was called, and returned", found()
     if not isinstance(found, Backend) and not callable(found):
+        _explain_what_is_missing(name, found)
         raise BackendUnavailable(
             f"backend={name!r} {made} a {type(found).__name__}, but must be a backend, what makes one, or a"
             " function of (batch, target_probs, coins, depth_cap) or (batch, logits, temperature, coins,"
             " depth_cap)"
         )
+    if isinstance(found, Backend):
+        check_calls(found, name)
     _loaded[name] = found if isinstance(found, Backend) else FunctionBackend(found, name)
     return _loaded[name]
+
+
+def _explain_what_is_missing(name: str, found: object) -> None:
+    has = [part for part in ("verify", "verify_probs") if hasattr(found, part)]
+    lacks = [part for part in ("name", "traits", "verify", "verify_probs") if not hasattr(found, part)]
+    if has:
+        raise BackendUnavailable(
+            f"backend={name!r} has {' and '.join(has)}, but no {' and no '.join(lacks)}: a backend has a"
+            " name, traits (treeconv.backends.base.BackendTraits), verify and verify_probs"
+        )
 
 
 def _is_factory(found: object) -> bool:

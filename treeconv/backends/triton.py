@@ -59,6 +59,7 @@ class TritonBackend:
         is_interpreted=INTERPRETED,
         takes_filters=True,
         takes_processors=("bias", "bitmask"),
+        takes_views=True,
     )
 
     def __init__(self) -> None:

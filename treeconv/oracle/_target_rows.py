@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TargetRows"]
 
+_NOMINAL = 1e-5  # a row of probabilities whose sum is this close to 1 is a law but for rounding
+
 
 class TargetRows:
     """The rows of one request, built when first visited: a row never visited is never looked at.
@@ -84,11 +86,15 @@ class TargetRows:
             is_filtered = cuts is not None and cuts.are_on(row.size)
             if exact.status is not RowStatus.OK or (is_dyadic(row) and not is_filtered):
                 return [lambda: exact]
-            if cuts is None or not is_filtered:
-                return [lambda: EnclosedRow(row, np.zeros_like(row), row > 0, is_normalised=False)]
             if is_dyadic(row):
+                assert cuts is not None
                 return exact_alternatives(row, cuts)
-            return enclosed_alternatives(row, row, np.zeros_like(row), row > 0, cuts, is_normalised=False)
+            # A float32 softmax misses 1 by some roundings: who divides by its sum is right too.
+            off = abs(1 - float(row.sum()))
+            errors = np.full_like(row, off if off < _NOMINAL else 0.0)
+            if cuts is None or not is_filtered:
+                return [lambda: EnclosedRow(row, errors, row > 0, is_normalised=False)]
+            return enclosed_alternatives(row, row, errors, row > 0, cuts, is_normalised=False)
 
         return cls(target_probs, make)
 
