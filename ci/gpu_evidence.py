@@ -222,7 +222,7 @@ def all_tasks(max_examples: int) -> tuple[list[dict[str, Any]], list[dict[str, A
         {"kind": "generated", "law": law.name, "backend": None, "max_examples": max_examples}
         for law in TREE_LAWS
     ]
-    # Triton compiles the sampler anew for each shape and each kind of filter: those that meet most begin first.
+    # Triton compiles the sampler anew for each shape and kind of filter: those that meet most begin first.
     shared.sort(
         key=lambda task: task.get("backend") != "triton" or not re.search("wide|filters", task["law"])
     )
