@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from treeconv import _gpu_checks as checks
+from treeconv import _gpu_graph_checks as graph_checks
 from treeconv import _gpu_sgl_checks as sgl_checks
 from treeconv.errors import LawBroken
 from treeconv.judge import Violation
@@ -106,19 +107,19 @@ GPU_LAWS: tuple[GpuLaw, ...] = (
     GpuLaw(
         "graph-replay",
         "a replay equals the plain call, over hundreds of replays with other trees, temperatures and sizes",
-        checks.graph_replay,
+        graph_checks.graph_replay,
         "graph",
     ),
     GpuLaw(
         "graph-coins",
         "every replay draws fresh coins, and the seed fixes the sequence",
-        checks.graph_coins,
+        graph_checks.graph_coins,
         "graph",
     ),
     GpuLaw(
         "poisoned-buffers",
         "what memory, outputs and the rest of a bucket held before changes nothing",
-        checks.poisoned_buffers,
+        graph_checks.poisoned_buffers,
     ),
     GpuLaw(
         "offsets-64-bit",

@@ -29,7 +29,7 @@ def graph_fault(*laws):
 
     def register(runner):
         body = {
-            "patches": "treeconv._gpu_checks.CudaGraphRunner",
+            "patches": "treeconv._gpu_graph_checks.CudaGraphRunner",
             "backend": EagerBackend(),
             "__call__": staticmethod(runner),
         }
