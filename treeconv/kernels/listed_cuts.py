@@ -44,13 +44,15 @@ def list_largest(
     keys = tl.where(place < chunks, (tops >> 32).to(tl.int32), _LOW)
     units = tl.where(place < chunks, keys >> SHIFT, _LOW)
     top = unordered(top_key)
+    # The words beyond the chunks are no words: their payload may be NaN.
+    sums = tl.where(place < chunks, as_float((sums >> 32).to(tl.int32)), 0.0)
     if PROBS:
         peaks = tl.where(keys > 0, unordered(keys), 0.0)
-        masses = tl.where(place < chunks, as_float((sums >> 32).to(tl.int32)), 0.0)
+        masses = sums
     else:
         peaks = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
         peaks = tl.where(place < chunks, peaks, 0.0)
-        masses = as_float((sums >> 32).to(tl.int32)) * peaks
+        masses = sums * peaks
     row_sum = tl.sum(masses, 0)
     # No token of a chunk but its maximum has more mass than this.
     others = tl.maximum(masses - peaks, 0.0) + masses * _SLACK
