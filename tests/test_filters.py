@@ -14,6 +14,7 @@ from treeconv import (
     Coins,
     DraftTree,
     InvalidArgument,
+    LawBroken,
     RowStatus,
     VerifyCase,
     oracle,
@@ -427,8 +428,23 @@ def test_a_stored_case_with_filters_says_nothing_about_a_backend_without():
         assert "filters" in why_not_judged(entry, backend)
         assert why_not_judged(entry, EagerBackend()) is None
         assert replay_entry(entry, EagerBackend()) > 0
-    with pytest.raises(BackendUnavailable, match="'mine' takes no filters"):
+
+
+def test_a_case_is_judged_without_the_filters_that_a_backend_does_not_claim():
+    """And so is what a failure stores, or its replay line would judge nothing."""
+
+    def mine(batch, logits, temperature, coins, depth_cap):
+        output = EagerBackend().verify(batch, logits, temperature, coins, depth_cap)
+        return output if right else replace(output, predicts=1 - output.predicts)
+
+    case = VerifyCase((Request(ROOT, [[1.0, 2.0]], 1.0, [0.5], 0.1, top_k=1),))
+    backend, right = FunctionBackend(mine, "mine"), True
+    assert law_named("oracle-agreement").run(case, backend) > 0
+    right = False
+    with pytest.raises(LawBroken) as broken:
         law_named("oracle-agreement").run(case, backend)
+    assert not broken.value.case.is_filtered
+    assert why_not_judged(CorpusEntry("oracle-agreement", broken.value.case), backend) is None
 
 
 def test_a_failure_says_which_filters_were_on():

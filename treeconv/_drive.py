@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     CoinVector = tuple[Sequence[float], float]
 
 __all__ = [
+    "as_claimed",
     "as_handed",
     "as_probs",
     "as_views",
@@ -78,8 +79,8 @@ def as_probs(case: VerifyCase) -> VerifyCase:
     return replace(case, requests=tuple(requests), kind="probs", rows_dtype="float32")
 
 
-def as_handed(case: VerifyCase, backend: Backend) -> VerifyCase:
-    """The case as the backend takes it: without what its traits do not claim, in a dtype that they do."""
+def as_claimed(case: VerifyCase, backend: Backend) -> VerifyCase:
+    """The case without filters, processors and a rule that the backend's traits do not claim."""
     traits = backend.traits
     without: dict[str, Any] = {}
     if case.is_filtered and not traits.takes_filters:
@@ -94,6 +95,12 @@ def as_handed(case: VerifyCase, backend: Backend) -> VerifyCase:
         ]
         rule = case.rule if case.rule in traits.rules else "target_only"
         case = replace(case, requests=tuple(requests), rule=rule)
+    return case
+
+
+def as_handed(case: VerifyCase, backend: Backend) -> VerifyCase:
+    """The case as the backend takes it: logits or probabilities, in a dtype that its traits claim."""
+    traits = backend.traits
     if case.kind == "probs" and not traits.takes_probs:
         case = case.as_logits()
     if case.kind == "logits" and not traits.takes_logits:

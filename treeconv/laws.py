@@ -14,7 +14,7 @@ from treeconv import _law_checks as check
 from treeconv import _processor_checks as processor_check
 from treeconv import _rng_checks as rng_check
 from treeconv import _rule_checks as rule_check
-from treeconv._drive import as_handed
+from treeconv._drive import as_claimed, as_handed
 from treeconv.judge import Violation, explain
 from treeconv.processors import PROCESSORS
 
@@ -56,7 +56,7 @@ class Law:
     rule: RuleName = "target_only"
 
     def run(self, case: VerifyCase, backend: Backend, device: str = "cpu") -> int:
-        """Judge one case.
+        """Judge one case, without the options that the backend does not claim.
 
         Returns:
             How many decisions were judged; 0 where the case has nothing for this law.
@@ -64,12 +64,13 @@ class Law:
         Raises:
             LawBroken: the readable failure.
         """
-        handed = as_handed(case, backend)
+        claimed = as_claimed(case, backend)
+        handed = as_handed(claimed, backend)
         try:
             return self.check(handed, backend, device)
         except Violation as violation:
             error = explain(self.name, self.meaning, backend.name, handed, violation)
-            error.case = case  # what a replay starts from
+            error.case = claimed  # what a replay starts from
             raise error from None
 
 

@@ -271,7 +271,7 @@ def _by_rule(draw: DrawFn, /, rule: RuleName, **sizes: Any) -> VerifyCase:
 @st.composite
 def _drafted(draw: DrawFn, request: Request, rule: RuleName, *, is_filtered: bool) -> Request:
     # At a tiny or a huge one calm logits are one token's, or everybody's: p / q then has little to show.
-    temperature = draw(st.sampled_from([*_CALM, 0.0, request.temperature]), label="temperature")
+    temperature = draw(st.sampled_from([*_CALM, 0.0, 0.0, request.temperature]), label="temperature")
     request = replace(request, temperature=temperature)
     if is_filtered:
         request = draw(_filtered(request))

@@ -222,6 +222,13 @@ def fixed_draft_cases(draw: DrawFn, rule: RuleName) -> VerifyCase:
     return VerifyCase((whole,), kind="probs", rule=rule)
 
 
+@st.composite
+def _now_and_then_late(draw: DrawFn) -> VerifyCase:
+    """A third are :func:`late_sibling_cases`, drawn behind a usual one, since shorter ones are shrunk to."""
+    usual = draw(rule_cases("recursive"))
+    return draw(late_sibling_cases()) if draw(st.integers(0, 2)) == 2 else usual
+
+
 def _now_and_then_wide(rule: RuleName) -> SearchStrategy[VerifyCase]:
     usual = rule_cases(rule, kind="logits")
     return st.one_of(usual, usual, usual, wide_rule_cases(rule))
@@ -239,9 +246,7 @@ RULE_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "chain_filtered": lambda: rule_cases("chain", allow_filters=True),
     "chain_drafts": lambda: sampled_draft_cases("chain"),
     "chain_fixed": lambda: fixed_draft_cases("chain"),
-    "recursive_rule": lambda: st.one_of(
-        rule_cases("recursive"), rule_cases("recursive"), late_sibling_cases()
-    ),
+    "recursive_rule": _now_and_then_late,
     "recursive_rule_logits": lambda: _now_and_then_wide("recursive"),
     "recursive_filtered": lambda: rule_cases("recursive", kind="logits", allow_filters=True),
     "recursive_drafts": lambda: sampled_draft_cases("recursive"),
