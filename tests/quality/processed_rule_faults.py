@@ -98,7 +98,7 @@ class DraftsCountBeforeTheyAreKept(ProcessedRuleSampler):
         return super().seen(request, node) + (self.tokens(request, [child]) if child != -1 else [])
 
 
-@fault("match-rule-processors", "chain-rule-processors", "recursive-rule-processors")
+@fault("match-rule-processors", "chain-rule-processors")
 class RawArgmaxByAnotherRule(ReferenceBackend):  # an eager branch of ours did it
     def verify(self, batch, logits, temperature, *call, rule=None, processors=None, **more):
         if rule is not None and not temperature.any():
