@@ -231,7 +231,7 @@ def test_ctrl_c_ends_all_and_reports():
     workers = children(process.pid)
     assert len(workers) == 2
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert output.splitlines()[-1].startswith("FAIL")
     assert "**interrupted**" in Path("summary.md").read_text()
