@@ -237,7 +237,7 @@ class DraftLawCutAtSixteen(MixedSampler):
         return q
 
 
-@fault("K2", "chain-rule-logits", "recursive-rule-logits")
+@fault("K2", "chain-rule-logits")
 class ResidualOfLaterTilesFromP(MixedSampler):
     def residual(self, p, q, token):
         left = super().residual(p, q, token)
