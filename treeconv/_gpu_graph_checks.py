@@ -103,12 +103,13 @@ def _replay_with_options(
         # Each drawn, and what does nothing, which a replay that brings none must equal: the plain calls then
         # differ from the captured ones in no option, and no kernel is compiled for each mixture.
         options: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        random = torch.Generator(device).manual_seed(int(rng.integers(2**62)))
         if "bias" in kinds:
-            bias = torch.randn((count, vocab), device=device).round()
+            bias = torch.randn((count, vocab), generator=random, device=device).round()
             options["logit_bias"] = bias, torch.zeros_like(bias)
         if "bitmask" in kinds:
             words = (count, width, bitmask_words(vocab))
-            mask = torch.randint(-(2**31), 2**31, words, dtype=torch.int32, device=device)
+            mask = torch.randint(-(2**31), 2**31, words, generator=random, dtype=torch.int32, device=device)
             options["token_bitmask"] = mask, torch.full_like(mask, -1)
         if traits.takes_filters:
             top_k = torch.from_numpy(rng.choice([1, 3, vocab // 4, vocab], count)).to(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from treeconv import _validate, _validate_processors
-from treeconv.backends.base import as_contiguous, handed_over
+from treeconv.backends.base import as_taken, handed_over
 from treeconv.backends.registry import choose_backend, get_backend
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.sampling import draw_coins
@@ -229,9 +229,7 @@ def verify(
         takes = " and ".join(chosen.traits.rows_dtypes)
         raise BackendUnavailable(f"backend={chosen.name!r} takes logits of {takes}, not of {rows.dtype}")
     more = handed_over(chosen, filters, how, processors)
-    if not chosen.traits.takes_views:
-        batch, rows = as_contiguous(batch), rows.contiguous()
-        more = {name: as_contiguous(value) for name, value in more.items()}
+    batch, rows, more = as_taken(chosen, batch, rows, more)
     cap = _validate.check_depth_cap(depth_cap, batch)
     return chosen.verify(
         batch, rows, temperatures, choose_coins(chosen, batch, coins, generator, seeds), cap, **more
@@ -310,8 +308,6 @@ def verify_probs(
     if not chosen.traits.takes_probs:
         raise BackendUnavailable(f"backend={chosen.name!r} takes logits only: use verify")
     more = handed_over(chosen, filters, how)
-    if not chosen.traits.takes_views:
-        batch, rows = as_contiguous(batch), rows.contiguous()
-        more = {name: as_contiguous(value) for name, value in more.items()}
+    batch, rows, more = as_taken(chosen, batch, rows, more)
     cap = _validate.check_depth_cap(depth_cap, batch)
     return chosen.verify_probs(batch, rows, choose_coins(chosen, batch, coins, generator, seeds), cap, **more)

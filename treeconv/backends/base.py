@@ -25,7 +25,7 @@ __all__ = [
     "BackendTraits",
     "CoinUse",
     "FunctionBackend",
-    "as_contiguous",
+    "as_taken",
     "check_calls",
     "handed_over",
 ]
@@ -214,13 +214,23 @@ def _check_call(
         ) from None
 
 
-def as_contiguous(value: Any) -> Any:
-    """A tensor, or a dataclass of tensors, without views: what a backend gets that does not take them."""
+def as_taken(
+    backend: Backend, batch: VerifyInput, rows: torch.Tensor, more: dict[str, Any]
+) -> tuple[VerifyInput, torch.Tensor, dict[str, Any]]:
+    """What a backend is called with: contiguous tensors, unless it takes views."""
+    if backend.traits.takes_views:
+        return batch, rows, more
+    contiguous = {name: _as_contiguous(value) for name, value in more.items()}
+    return _as_contiguous(batch), rows.contiguous(), contiguous
+
+
+def _as_contiguous(value: Any) -> Any:
+    """A tensor, or a dataclass of tensors, without views."""
     if hasattr(value, "contiguous"):
         return value.contiguous()
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    return replace(value, **{part.name: as_contiguous(getattr(value, part.name)) for part in fields(value)})
+    return replace(value, **{part.name: _as_contiguous(getattr(value, part.name)) for part in fields(value)})
 
 
 class FunctionBackend:

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels.filter_units import is_kept, mass_of, unit_of, value_of
+from treeconv.kernels.listed_cuts import SUM_SLACK
 from treeconv.kernels.row_values import read
 from treeconv.kernels.sibling_lists import siblings
 
 __all__ = ["listed_rest", "searched_rest"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
-_SLACK = tl.constexpr(2.0**-16)  # relative: above the rounding of a row's sums, at most 2^-17
 
 
 @triton.jit
@@ -102,11 +102,11 @@ def listed_rest(
         chunk = tl.min(tl.where(units == largest, place, _BIG), 0)
         here = place == chunk
         peak = tl.sum(tl.where(here, peaks, 0.0), 0).to(tl.float64)
-        others = tl.maximum(masses - peaks, 0.0) + masses * _SLACK
+        others = tl.maximum(masses - peaks, 0.0) + masses * SUM_SLACK
         ahead = tl.sum(tl.where(place < chunk, masses, tl.where(here, others, 0.0)), 0).to(tl.float64)
-        at_least = coin.to(tl.float64) * peak * (1.0 - _SLACK)
+        at_least = coin.to(tl.float64) * peak * (1.0 - SUM_SLACK)
         at_most = coin.to(tl.float64) * high_sum.to(tl.float64)
-        inside = (at_least > ahead * (1.0 + _SLACK)) & (at_most < peak * (1.0 - _SLACK))
+        inside = (at_least > ahead * (1.0 + SUM_SLACK)) & (at_most < peak * (1.0 - SUM_SLACK))
         there = tl.sum(tl.where(here & listed, 1, 0), 0) == 1
         known = tl.where(inside & there, 1, 0)
         cut = tl.where(known == 1, largest, cut)

@@ -4,9 +4,9 @@ Device functions only. The words give each chunk's maximum and mass, and so boun
 The largest tokens are *listed* as long as each is surely the largest but those before it. If the list holds
 all kept tokens, the row is known exactly: its kept mass, and what the bonus is drawn from. If not, the kept
 mass lies between the list's and the row's, and the tokens off the list may be kept or not: a decision that
-comes out alike for all of that is the exact one. :mod:`.verify_tree` has the others searched for.
+comes out alike for all of that is the exact one. :mod:`.filtered_rows` has the others searched for.
 
-Every bound has a slack far above rounding, so a decision by bounds is never another than that by the cut.
+Every bound has a slack above rounding, so a decision by bounds is never another than that by the cut.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import triton.language as tl
 from treeconv.kernels.published_words import as_float
 from treeconv.kernels.row_chunks import chunk_weight, ordered, unordered
 
-__all__ = ["list_largest"]
+__all__ = ["SUM_SLACK", "list_largest"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 _NONE = tl.constexpr(0x7FFFFFFF)  # above every unit
 _LOW = tl.constexpr(-0x80000000)  # below every unit
 _LOWEST = tl.constexpr(-0x7F800000)  # the key of the lowest finite float32
 _SLACK = tl.constexpr(2.0**-14)  # relative: above the rounding of any mass, however small, at most 2^-15
-_SUM_SLACK = tl.constexpr(2.0**-16)  # the same of a row's sums, at most 2^-17
+SUM_SLACK = tl.constexpr(2.0**-16)  # the same of a row's sums, at most 2^-17
 _LISTED = tl.constexpr(8)  # tokens that are looked at one by one
 
 
@@ -37,8 +37,8 @@ def list_largest(
     """The largest tokens of a row, as far as they are surely those; its words are ``tops`` and ``sums``.
 
     Returns whether they are all that the filters keep; the unit of the last that surely is kept, and the
-    highest id there; bounds of the kept mass, equal if it is known; per chunk the unit
-    and the mass of its maximum, and the mass of all; and for the search top-p's goal and min-p's lowest unit.
+    highest id there; bounds of the kept mass, equal if it is known; per chunk the unit and the mass of its
+    maximum, and the mass of all; and for the search top-p's goal and min-p's lowest unit.
     """
     place = tl.arange(0, 64)
     keys = tl.where(place < chunks, (tops >> 32).to(tl.int32), _LOW)
@@ -122,7 +122,7 @@ def list_largest(
     if found == 0:
         cut = sure_cut
         chunk = sure_chunk
-        low = sure_mass.to(tl.float32) * (1.0 - _SUM_SLACK)
-        high = row_sum * (1.0 + _SUM_SLACK)
+        low = sure_mass.to(tl.float32) * (1.0 - SUM_SLACK)
+        high = row_sum * (1.0 + SUM_SLACK)
     cut_id = chunk * CHUNK + CHUNK - 1
     return found, cut, cut_id, low, high, units, peaks, masses, goal, floor
