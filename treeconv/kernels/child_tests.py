@@ -19,7 +19,7 @@ NEVER = tl.constexpr(1 << 20)  # above every packed (rank among siblings, node)
 def first_accepted(
     child_x, nodes, tokens, rest, left, tested, row, coin, low_sum, high_sum, exact, filtered, cut, cut_id,
     greedy, argmax, top, before, after, rate, sibling_ptr, candidates_ptr, N, V, SHIFT: tl.constexpr,
-    JUMP: tl.constexpr, PROBS: tl.constexpr, FILTERS: tl.constexpr, PTX: tl.constexpr,
+    PROBS: tl.constexpr, FILTERS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Test a node's children in order, if ``tested``; ``child_x`` to ``left`` are their first block.
 
@@ -61,6 +61,6 @@ def first_accepted(
                 acc = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
                 if FILTERS:
                     acc_high = tl.sum(tl.where(lane == 31, prefix_high, 0.0), 0)
-                nodes, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
+                nodes, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V)
                 child_x = read(row, tokens, tokens >= 0, NO_MASS)
     return hit, last, unsure

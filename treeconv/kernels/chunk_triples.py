@@ -23,7 +23,7 @@ _BIG = tl.constexpr(1 << 30)  # above every token
 @triton.jit
 def chunk_triple(
     mass, row, start, V, N, greedy, filtered, before, after, rate, limit, tokens, rest, left, sibling_ptr,
-    candidates_ptr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, JUMP: tl.constexpr,
+    candidates_ptr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
     PROBS: tl.constexpr, FILTERS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The maximum as an ordered key, the sum, and the sum without the children, of values in float32.
@@ -57,7 +57,7 @@ def chunk_triple(
     rest_sum = chunk_sum
     if (not greedy) & (not filtered):
         mass, found = without(
-            mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
+            mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
         )
         if found == 1:
             rest_sum = total(mass, THREADS, VEC)

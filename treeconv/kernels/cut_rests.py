@@ -22,7 +22,7 @@ _BIG = tl.constexpr(1 << 30)  # above every token
 @triton.jit
 def _kept_children(
     row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V,
-    CHUNK: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr, AT: tl.constexpr,
+    CHUNK: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, how many tested children are kept; if ``AT``, of those at the cut."""
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
@@ -40,7 +40,7 @@ def _kept_children(
             token = tl.min(tl.where(kept & (tokens > token), tokens, _BIG), 0)
         more = tl.where(rest >= 0, 1, 0)
         if more == 1:
-            _, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
+            _, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V)
     return count
 
 
@@ -59,7 +59,7 @@ def _drawn(residual, coin):
 @triton.jit
 def searched_rest(
     row, above, above_rest, ties, cut, cut_ties, cut_id, tested, coin, top, before, after, rate, tokens, rest,
-    left, sibling_ptr, candidates_ptr, N, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr,
+    left, sibling_ptr, candidates_ptr, N, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
     PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """What is left of a row, from what :func:`~.filter_cuts.find_cut` returned, without ``tested`` children.
@@ -68,7 +68,7 @@ def searched_rest(
     and the mass before it there.
     """
     gone = _kept_children(
-        row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, SHIFT, JUMP,
+        row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, SHIFT,
         PROBS, AT=True,
     )  # fmt: skip
     kept_ties = tl.minimum(tl.maximum(cut_ties - (tl.cumsum(ties, 0) - ties), 0), ties)
@@ -80,7 +80,7 @@ def searched_rest(
 @triton.jit
 def listed_rest(
     row, units, peaks, masses, found, cut, cut_id, high_sum, tested, coin, tokens, rest, left, sibling_ptr,
-    candidates_ptr, N, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr, JUMP: tl.constexpr, PROBS: tl.constexpr,
+    candidates_ptr, N, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
     """The same from what :func:`~.listed_cuts.list_largest` returned, as far as it tells.
 
@@ -90,7 +90,7 @@ def listed_rest(
     """
     place = tl.arange(0, 64)
     gone = _kept_children(  # a listed token is its chunk's maximum
-        row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, SHIFT, JUMP,
+        row, tested, cut, cut_id, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, SHIFT,
         PROBS, AT=False,
     )  # fmt: skip
     listed = (units > cut) | ((units == cut) & (place * CHUNK <= cut_id))

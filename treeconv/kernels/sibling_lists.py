@@ -11,7 +11,7 @@ import triton.language as tl
 
 from treeconv.kernels.row_chunks import opaque
 
-__all__ = ["follow", "siblings", "without"]
+__all__ = ["first_siblings", "follow", "siblings", "without"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 
@@ -32,43 +32,60 @@ def _hop(low, high, nodes):
 
 
 @triton.jit
-def siblings(sibling_ptr, candidates_ptr, child, left, N, V, JUMP: tl.constexpr):
-    """The next up to 32 nodes of a sibling list, ``child`` first.
+def _tokens_of(nodes, candidates_ptr, V):
+    """Tokens of nodes; -1 of no node, and one outside [0, V) becomes -1."""
+    tokens = tl.load(candidates_ptr + nodes, mask=nodes >= 0, other=-1)
+    return tl.where((tokens >= 0) & (tokens < V), tokens, -1).to(tl.int32)
 
-    Returns nodes and tokens ([32] int32, -1 in unused lanes; a token outside [0, V) becomes -1), the node
-    after them or -1, and how many more may be visited before the list is taken for a cycle.
+
+@triton.jit
+def siblings(sibling_ptr, candidates_ptr, child, left, N, V):
+    """The next up to 32 nodes of a sibling list, ``child`` first, one by one.
+
+    Returns nodes and tokens ([32] int32, -1 in unused lanes), the node after them or -1, and how many more
+    may be visited before the list is taken for a cycle.
     """
     lane = tl.arange(0, 32)
+    nodes = tl.full([32], -1, tl.int32)
+    taken = 0
+    while (child >= 0) & (taken < 32):
+        nodes = tl.where(lane == taken, child, nodes)
+        child = follow(sibling_ptr, child, N)
+        taken += 1
+        left -= 1
+        child = tl.where(left > 0, child, -1)
+    return nodes, _tokens_of(nodes, candidates_ptr, V), child, left
+
+
+@triton.jit
+def first_siblings(sibling_ptr, candidates_ptr, child, N, V, JUMP: tl.constexpr):
+    """:func:`siblings` of a whole list; with ``JUMP``, for N <= 64, without waiting for each.
+
+    That is some 550 instructions: worth it once, not wherever a list may be longer than a block.
+    """
     if JUMP:  # lane k makes k hops by powers of two, over tables that double as it goes
+        lane = tl.arange(0, 32)
         low = tl.load(sibling_ptr + lane, mask=lane < N, other=-1)
         high = tl.load(sibling_ptr + 32 + lane, mask=lane + 32 < N, other=-1)
         low = tl.where((low >= 0) & (low < N), low, -1).to(tl.int32)
         high = tl.where((high >= 0) & (high < N), high, -1).to(tl.int32)
-        nodes = tl.where(lane < left, child, -1)
+        nodes = tl.where(lane < N, child, -1)
         for bit in tl.static_range(5):
             nodes = tl.where(((lane >> bit) & 1) == 1, _hop(low, high, nodes), nodes)
             low, high = _hop(low, high, low), _hop(low, high, high)
-        left -= 32
+        left = N - 32
         beyond = tl.max(tl.where(lane == 0, _hop(low, high, nodes), -1), 0)  # 32 hops from the first
         child = tl.where(left > 0, beyond, -1)
+        tokens = _tokens_of(nodes, candidates_ptr, V)
     else:
-        nodes = tl.full([32], -1, tl.int32)
-        taken = 0
-        while (child >= 0) & (taken < 32):
-            nodes = tl.where(lane == taken, child, nodes)
-            child = follow(sibling_ptr, child, N)
-            taken += 1
-            left -= 1
-            child = tl.where(left > 0, child, -1)
-    tokens = tl.load(candidates_ptr + nodes, mask=nodes >= 0, other=-1)
-    tokens = tl.where((tokens >= 0) & (tokens < V), tokens, -1).to(tl.int32)
+        nodes, tokens, child, left = siblings(sibling_ptr, candidates_ptr, child, N, N, V)
     return nodes, tokens, child, left
 
 
 @triton.jit
 def without(
-    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V,
-    CHUNK: tl.constexpr, JUMP: tl.constexpr, PTX: tl.constexpr,
+    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """A chunk's masses with the children's zeroed, and whether the chunk holds any of them.
 
@@ -84,5 +101,5 @@ def without(
             token = tl.min(tl.where((tokens > token) & (tokens < start + CHUNK), tokens, _BIG), 0)
         more = tl.where(rest >= 0, 1, 0)
         if more == 1:
-            _, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V, JUMP)
+            _, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, rest, left, N, V)
     return mass, found

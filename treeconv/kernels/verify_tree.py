@@ -57,7 +57,7 @@ from treeconv.kernels.row_chunks import (
     unordered,
 )
 from treeconv.kernels.row_values import fetch, read, readable, values
-from treeconv.kernels.sibling_lists import follow, siblings, without
+from treeconv.kernels.sibling_lists import first_siblings, follow, without
 
 if TYPE_CHECKING:
     from treeconv.filters import Filters
@@ -173,6 +173,9 @@ def _verify_tree_kernel(
     residual_sum = 0.0
     cut = 0  # what a filter keeps of the last row: units above the cut, and at it tokens up to cut_id
     cut_id = 0
+    tokens = tl.full([32], -1, tl.int32)  # the last row's children: the first block, and what is behind it
+    rest = -1
+    left = 0
 
     active = 1
     while active == 1:
@@ -185,8 +188,8 @@ def _verify_tree_kernel(
         row_words = words_ptr + (2 * b + (step & 1)) * 192
         first_index = rank * CHUNK + offsets
         fetched = fetch(row, rank * CHUNK, first_index, V, NO_MASS, VEC)
-        nodes, tokens, rest, left = siblings(
-            sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
+        nodes, tokens, rest, left = first_siblings(
+            sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, V, JUMP
         )
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
@@ -195,7 +198,7 @@ def _verify_tree_kernel(
             fetched = fetch(row, following, following + offsets, V, NO_MASS, VEC)
             key, chunk_sum, rest_sum = chunk_triple(
                 mass, row, start, V, N, greedy, filtered, before, after, rate, limit, tokens, rest, left,
-                sibling_ptr, candidates_ptr, CHUNK, THREADS, VEC, JUMP, PROBS, FILTERS, PTX,
+                sibling_ptr, candidates_ptr, CHUNK, THREADS, VEC, PROBS, FILTERS, PTX,
             )  # fmt: skip
             tl.store(row_words + chunk, word(key, tag))
             tl.store(row_words + chunk + 64, word(chunk_sum.to(tl.int32, bitcast=True), tag))
@@ -249,14 +252,14 @@ def _verify_tree_kernel(
                     child_x, nodes, tokens, rest, left, coin, tl.load(final_ptr + b), used < cap, row,
                     row_sum, tops, sums, tops2, sums2, words_ptr + 384 * b, epoch, step, rank, programs,
                     filtered, top_k, top_p, min_p, greedy, bonus, temperature, top_key, before, after, rate,
-                    limit, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK, THREADS, VEC, SHIFT, JUMP,
+                    limit, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK, THREADS, VEC, SHIFT,
                     FILTERS, PROBS, PTX,
                 )  # fmt: skip
             else:
                 hit, last, _ = first_accepted(
                     child_x, nodes, tokens, rest, left, used < cap, row, coin, row_sum, row_sum, 1,
                     filtered, 0, 0, greedy, bonus, top, before, after, rate, sibling_ptr, candidates_ptr,
-                    N, V, SHIFT, JUMP, PROBS, FILTERS, PTX,
+                    N, V, SHIFT, PROBS, FILTERS, PTX,
                 )  # fmt: skip
 
             # 2b. accept, or end the walk
@@ -333,11 +336,8 @@ def _verify_tree_kernel(
                 kept = is_kept(x, index, cut, cut_id, SHIFT) | (not filtered)
                 mass = tl.where(kept, mass, 0.0)
             if used < cap:
-                nodes, tokens, rest, left = siblings(
-                    sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, N, V, JUMP
-                )
                 mass, _ = without(
-                    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, JUMP, PTX
+                    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
                 )
             goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
             prefix = last_base.to(tl.float64) + tl.cumsum(mass, 0).to(tl.float64) * weight
