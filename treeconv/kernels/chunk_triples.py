@@ -56,9 +56,7 @@ def chunk_triple(
     key = tl.where(bad == 2, NAN_KEY, tl.where(bad == 1, INF_KEY, key))
     rest_sum = chunk_sum
     if (not greedy) & (not filtered):
-        mass, found = without(
-            mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
-        )
+        mass, found = without(mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX)
         if found == 1:
             rest_sum = total(mass, THREADS, VEC)
     return key, chunk_sum, rest_sum

@@ -25,12 +25,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.cut_rests import searched_rest
 from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.published_words import as_float, publish, row_words, settled
 from treeconv.kernels.row_chunks import total, unordered
 from treeconv.kernels.row_values import fetch, read, values
-from treeconv.kernels.short_lists import SHORT_LIST, cut_of_list, kth_unit, publish_list, ties_kept
 from treeconv.kernels.sibling_lists import without
 
 __all__ = ["find_cut"]
@@ -40,26 +38,25 @@ _LOW = tl.constexpr(-0x80000000)  # below every unit
 _COUNT = tl.constexpr(0)  # stages of a search: for top-k's cut,
 _FIRST_K = tl.constexpr(1)  # for the mass of the first k tokens,
 _WEIGH = tl.constexpr(2)  # for top-p's cut,
-_LAST = tl.constexpr(3)  # and for what is above the cut and at it;
-_LIST = tl.constexpr(4)  # or for all of that at once, from a short list
-_DONE = tl.constexpr(5)
+_LAST = tl.constexpr(3)  # and for what is above the cut and at it
+_DONE = tl.constexpr(4)
 _SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of a row's sums
 _BY_VALUE = tl.constexpr(4)  # rounds whose thresholds are even in logits, not in units, which crowd at zero
 _FEW = tl.constexpr(64)  # units
 
 
 @triton.jit
-def _between(low, high, way: tl.constexpr, turn, SHIFT: tl.constexpr, PROBS: tl.constexpr):
-    """A unit so much of the way from ``low`` to ``high``, below that, or ``low`` if there is none.
+def _even(low, high, which, count, turn, SHIFT: tl.constexpr, PROBS: tl.constexpr):
+    """One of ``count`` rising units in ``[low, high)``, or ``low`` if that is empty.
 
-    The way is one in value for the first turns of a search.
+    They cut the interval evenly, in value for the first turns of a search.
     """
     span = high.to(tl.int64) - low
-    unit = (low + (span.to(tl.float64) * way).to(tl.int64)).to(tl.int32)
+    unit = (low + (which + 1) * span // (count + 1)).to(tl.int32)
     if not PROBS:
         bottom = value_of(low, SHIFT).to(tl.float64)
         height = value_of(high, SHIFT).to(tl.float64) - bottom
-        point = (bottom + height * way).to(tl.float32)
+        point = (bottom + height * ((which + 1) / (count + 1))).to(tl.float32)
         by_value = tl.minimum(tl.maximum(unit_of(point, SHIFT), low), tl.maximum(high - 1, low))
         unit = tl.where((turn < _BY_VALUE) & (span > _FEW), by_value, unit)
     return unit
@@ -105,21 +102,21 @@ def _publish_counts(
 
 @triton.jit
 def _publish_masses(
-    row, words, tag, rank, programs, V, N, units, thresholds, last, counted, top, before, after, rate, tokens,
-    rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+    row, words, tag, rank, programs, V, N, units, thresholds, last, top, before, after, rate, tokens, rest,
+    left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
     VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish how much mass each chunk has above three rising thresholds.
 
-    If ``last``, above the first, the same without the children, and tokens above beside those at it. If
-    ``counted``, above the first two, and how many tokens that are.
+    If ``last``, above the first, the same without the children, and tokens above beside those at it.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     t0, t1, t2 = thresholds
     for chunk in range(rank, chunks, programs):
         m0 = tl.zeros([], tl.float32)
         m1 = m0
-        third = tl.zeros([], tl.int32)
+        m2 = m0
+        count = tl.zeros([], tl.int32)
         start = chunk * CHUNK
         if _chunk_unit(units, chunk) >= t0:
             index = start + tl.arange(0, CHUNK)
@@ -129,28 +126,17 @@ def _publish_masses(
             above = tl.where(unit > t0, mass, 0.0)
             m0 = total(above, THREADS, VEC)
             if last:
-                third = tl.sum(tl.where(unit > t0, 1, tl.where(unit == t0, 1 << 16, 0)), 0)
+                count = tl.sum(tl.where(unit > t0, 1, tl.where(unit == t0, 1 << 16, 0)), 0)
                 above, _ = without(
                     above, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
                 )
                 m1 = total(above, THREADS, VEC)
             else:
                 m1 = total(tl.where(unit > t1, mass, 0.0), THREADS, VEC)
-                if counted:
-                    third = tl.sum(tl.where(unit > t0, 1, 0) + tl.where(unit > t1, 1 << 16, 0), 0)
-                else:
-                    m2 = total(tl.where(unit > t2, mass, 0.0), THREADS, VEC)
-                    third = m2.to(tl.int32, bitcast=True)
+                m2 = total(tl.where(unit > t2, mass, 0.0), THREADS, VEC)
         publish(words, 0, chunk, m0, tag)
         publish(words, 1, chunk, m1, tag)
-        publish(words, 2, chunk, third, tag)
-
-
-@triton.jit
-def _listable(listed, listed_counts, counts, threshold, enough):
-    """The threshold and counts of a list, replaced if one above this threshold is ``enough`` and short."""
-    better = enough & (tl.sum(counts, 0) <= SHORT_LIST)
-    return tl.where(better, threshold, listed), tl.where(better, counts, listed_counts)
+        publish(words, 2, chunk, tl.where(last, count, m2.to(tl.int32, bitcast=True)), tag)
 
 
 @triton.jit
@@ -161,13 +147,14 @@ def _narrowed(low, high, threshold, holds):
 
 
 @triton.jit
-def _counted(low, high, threshold, counts, k, lowest, listed, listed_counts):
-    """The interval of the kth token's unit, and the list, after the counts above one threshold."""
-    count = tl.sum(counts, 0)
-    low, high = _narrowed(low, high, threshold, count < k)
-    enough = (count >= k) | (threshold < lowest)
-    listed, listed_counts = _listable(listed, listed_counts, counts, threshold, enough)
-    return low, high, listed, listed_counts
+def _kth(units, k, low, high):
+    """The highest unit in ``[low, high]`` at or above which k of these values are, or low."""
+    while low < high:
+        middle = (low + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
+        count = tl.sum(tl.where(units >= middle, 1, 0), 0)
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count >= k, high, middle - 1)
+    return low
 
 
 @triton.jit
@@ -182,16 +169,15 @@ def _nth_tie(row, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr):
 @triton.jit
 def find_cut(
     row, words_ptr, epoch, step, rank, programs, V, N, top_key, top_k, top_p, temperature, units, masses,
-    goal, floor, tested, coin, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
+    goal, floor, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
     CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
     JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Where the filters cut a row, by a search of all programs; ``units`` to ``floor`` are the list's.
 
-    ``tokens``, ``rest`` and ``left`` are the first block of the children. Returns the cut's unit, the highest
-    id kept there (or a higher one that is no tie), the mass that is kept; what of it is left for the bonus
-    if none of the ``tested`` children is accepted, ``coin``'s chunk and the mass before it there; and the
-    step.
+    ``tokens``, ``rest`` and ``left`` are the first block of the children. Returns the cut's unit, how many
+    tokens at it are kept, the last one's id (or a higher one that is no tie), the mass that is kept, per
+    chunk the mass above the cut, the same without the children and the tokens at the cut, and the step.
     """
     place = tl.arange(0, 64)
     top = unordered(top_key)
@@ -199,11 +185,12 @@ def find_cut(
     share = top_p.to(tl.float64)
     limited = top_k < V
     cut = top_unit
+    cut_ties = 0
     cut_id = _BIG
     kept = tl.zeros([], tl.float64)
-    left_sum = tl.zeros([], tl.float32)
-    chunk = 0
-    base = left_sum
+    above = tl.zeros([64], tl.float32)
+    above_rest = above
+    ties = tl.zeros([64], tl.int32)
     depth = tl.full([], 1, tl.int32)  # the lowest unit of any mass
     if not PROBS:  # beyond 88 temperatures below the maximum a mass is zero
         depth = unit_of(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
@@ -228,14 +215,12 @@ def find_cut(
             low = tl.where(top_p < 1.0, depth, low)
         tight = top_k <= chunks
         if tight:
-            pivot = kth_unit(units, top_k, low, high)
+            pivot = _kth(units, top_k, low, high)
             low = pivot
         else:
             pivot = tl.maximum(tl.min(tl.where(place < chunks, units, top_unit), 0), low)
     else:
         low = tl.maximum(low, tail)
-    listed = low  # a list's threshold, and how many tokens above it each chunk has
-    listed_counts = tl.full([64], SHORT_LIST, tl.int32)
     while stage != _DONE:
         if (stage == _COUNT) & (low >= high):
             if top_p < 1.0:
@@ -251,122 +236,75 @@ def find_cut(
         tag = epoch + step
         words = row_words(words_ptr, step)
         if stage == _COUNT:
-            if turn == 0:  # all there can be; then ever further above a bound, on both sides where it is none
-                t0 = low - 1
-                t1 = _around(low, high, pivot, top_unit, tl.where(tight, 2, -32))
-                t2 = _around(low, high, pivot, top_unit, tl.where(tight, 5, -8))
-                t3 = _around(low, high, pivot, top_unit, tl.where(tight, 10, 1))
-                t4 = _around(low, high, pivot, top_unit, tl.where(tight, 16, 8))
-                t5 = _around(low, high, pivot, top_unit, tl.where(tight, 32, 20))
+            if turn == 0:  # ever further above a bound; on both sides where it is none
+                t0 = _around(low, high, pivot, top_unit, tl.where(tight, 1, -64))
+                t1 = _around(low, high, pivot, top_unit, tl.where(tight, 2, -16))
+                t2 = _around(low, high, pivot, top_unit, tl.where(tight, 4, -4))
+                t3 = _around(low, high, pivot, top_unit, tl.where(tight, 8, 4))
+                t4 = _around(low, high, pivot, top_unit, 16)
+                t5 = _around(low, high, pivot, top_unit, 32)
             else:
-                t0 = _between(low, high, 1 / 7, turn, SHIFT, PROBS)
-                t1 = _between(low, high, 2 / 7, turn, SHIFT, PROBS)
-                t2 = _between(low, high, 3 / 7, turn, SHIFT, PROBS)
-                t3 = _between(low, high, 4 / 7, turn, SHIFT, PROBS)
-                t4 = _between(low, high, 5 / 7, turn, SHIFT, PROBS)
-                t5 = _between(low, high, 6 / 7, turn, SHIFT, PROBS)
+                t0 = _even(low, high, 0, 6, turn, SHIFT, PROBS)
+                t1 = _even(low, high, 1, 6, turn, SHIFT, PROBS)
+                t2 = _even(low, high, 2, 6, turn, SHIFT, PROBS)
+                t3 = _even(low, high, 3, 6, turn, SHIFT, PROBS)
+                t4 = _even(low, high, 4, 6, turn, SHIFT, PROBS)
+                t5 = _even(low, high, 5, 6, turn, SHIFT, PROBS)
             _publish_counts(
                 row, words, tag, rank, programs, V, units, (t0, t1, t2, t3, t4, t5), chunks, CHUNK, VEC,
                 SHIFT, PROBS,
             )  # fmt: skip
             first, second, third = settled(words, tag, chunks)
-            lowest = low
-            low, high, listed, listed_counts = _counted(
-                low, high, t0, first & 0xFFFF, top_k, lowest, listed, listed_counts
-            )
-            low, high, listed, listed_counts = _counted(
-                low, high, t1, first >> 16, top_k, lowest, listed, listed_counts
-            )
-            low, high, listed, listed_counts = _counted(
-                low, high, t2, second & 0xFFFF, top_k, lowest, listed, listed_counts
-            )
-            low, high, listed, listed_counts = _counted(
-                low, high, t3, second >> 16, top_k, lowest, listed, listed_counts
-            )
-            low, high, listed, listed_counts = _counted(
-                low, high, t4, third & 0xFFFF, top_k, lowest, listed, listed_counts
-            )
-            low, high, listed, listed_counts = _counted(
-                low, high, t5, third >> 16, top_k, lowest, listed, listed_counts
-            )
-            high = tl.maximum(high, low)  # if not even all there can be are k
+            low, high = _narrowed(low, high, t0, tl.sum(first & 0xFFFF, 0) < top_k)
+            low, high = _narrowed(low, high, t1, tl.sum(first >> 16, 0) < top_k)
+            low, high = _narrowed(low, high, t2, tl.sum(second & 0xFFFF, 0) < top_k)
+            low, high = _narrowed(low, high, t3, tl.sum(second >> 16, 0) < top_k)
+            low, high = _narrowed(low, high, t4, tl.sum(third & 0xFFFF, 0) < top_k)
+            low, high = _narrowed(low, high, t5, tl.sum(third >> 16, 0) < top_k)
             turn += 1
-            if tl.sum(listed_counts, 0) <= SHORT_LIST:
-                stage = _LIST
-        elif stage == _LIST:
-            publish_list(
-                row, words, tag, rank, programs, V, listed, listed_counts, chunks, CHUNK, THREADS, VEC,
-                SHIFT, PROBS, PTX,
-            )  # fmt: skip
-            cut, cut_id, kept, left_sum, chunk, base = cut_of_list(
-                row, words, tag, tl.sum(listed_counts, 0), V, N, top_k, top_p, goal, listed + 1, floor,
-                top_unit, tested, coin, top, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK,
-                SHIFT, JOINT, PROBS, PTX,
-            )  # fmt: skip
-            stage = _DONE
         else:
             t0 = low
             t1 = low
             t2 = low
-            counted = (stage == _WEIGH) & (turn == 0)
-            if counted:
-                t0 = _between(low, high, 0.45, turn, SHIFT, PROBS)
-                t1 = _between(low, high, 0.7, turn, SHIFT, PROBS)
-                t2 = t1
-            elif stage == _WEIGH:
-                t0 = _between(low, high, 1 / 4, turn, SHIFT, PROBS)
-                t1 = _between(low, high, 2 / 4, turn, SHIFT, PROBS)
-                t2 = _between(low, high, 3 / 4, turn, SHIFT, PROBS)
+            if stage == _WEIGH:
+                t0 = _even(low, high, 0, 3, turn, SHIFT, PROBS)
+                t1 = _even(low, high, 1, 3, turn, SHIFT, PROBS)
+                t2 = _even(low, high, 2, 3, turn, SHIFT, PROBS)
             _publish_masses(
-                row, words, tag, rank, programs, V, N, units, (t0, t1, t2), stage != _WEIGH, counted, top,
-                before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS,
-                VEC, SHIFT, PROBS, PTX,
+                row, words, tag, rank, programs, V, N, units, (t0, t1, t2), stage != _WEIGH, top, before,
+                after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC,
+                SHIFT, PROBS, PTX,
             )  # fmt: skip
             first, second, third = settled(words, tag, chunks)
             above = as_float(first)
             mass_above = tl.sum(above, 0).to(tl.float64)
             above_rest = as_float(second)
             if stage == _WEIGH:
-                enough0 = mass_above >= goal
-                enough1 = tl.sum(above_rest, 0).to(tl.float64) >= goal
-                low, high = _narrowed(low, high, t0, enough0 == 0)
-                low, high = _narrowed(low, high, t1, enough1 == 0)
-                if counted:
-                    listed, listed_counts = _listable(
-                        listed, listed_counts, third & 0xFFFF, t0, enough0
-                    )
-                    listed, listed_counts = _listable(listed, listed_counts, third >> 16, t1, enough1)
-                    if tl.sum(listed_counts, 0) <= SHORT_LIST:
-                        stage = _LIST
-                else:
-                    enough2 = tl.sum(as_float(third), 0).to(tl.float64) >= goal
-                    low, high = _narrowed(low, high, t2, enough2 == 0)
+                low, high = _narrowed(low, high, t0, mass_above < goal)
+                low, high = _narrowed(low, high, t1, tl.sum(above_rest, 0).to(tl.float64) < goal)
+                low, high = _narrowed(low, high, t2, tl.sum(as_float(third), 0).to(tl.float64) < goal)
                 low = tl.minimum(low, high)  # if rounding orders two sums the other way
                 turn += 1
             else:
                 ties = third >> 16
                 all_ties = tl.sum(ties, 0)
                 each = mass_of(value_of(low, SHIFT), top, before, after, rate, PROBS, PTX).to(tl.float64)
-                count = tl.sum(third & 0xFFFF, 0)
+                cut_ties = tl.minimum(all_ties, top_k - tl.sum(third & 0xFFFF, 0))
                 if stage == _FIRST_K:
-                    first_k = tl.minimum(all_ties, top_k - count).to(tl.float64)
-                    goal = share * (mass_above + first_k * each)
+                    goal = share * (mass_above + cut_ties.to(tl.float64) * each)
                     low = tl.maximum(low, floor)
                     stage = _WEIGH
                     turn = 0
                 else:
                     cut = low
-                    cut_ties = ties_kept(all_ties, count, mass_above, each, goal, top_k, top_p)
+                    if (top_p < 1.0) & (each > 0.0):  # a tie is kept if less than the goal is before it
+                        room = tl.maximum(tl.ceil((goal - mass_above) / each), 1.0)
+                        cut_ties = tl.minimum(cut_ties.to(tl.float64), room).to(tl.int32)
                     kept = mass_above + cut_ties.to(tl.float64) * each
                     if cut_ties < all_ties:
                         earlier = tl.cumsum(ties, 0) - ties
-                        there = tl.max(tl.where(earlier < cut_ties, place, 0), 0)
-                        nth = cut_ties - tl.sum(tl.where(place == there, earlier, 0), 0)
-                        cut_id = _nth_tie(row, there, cut, nth, V, CHUNK, SHIFT)
-                    left_sum, chunk, base = searched_rest(
-                        row, above, above_rest, ties, cut, cut_ties, cut_id, tested, coin, top, before,
-                        after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, SHIFT,
-                        PROBS, PTX,
-                    )  # fmt: skip
+                        chunk = tl.max(tl.where(earlier < cut_ties, place, 0), 0)
+                        nth = cut_ties - tl.sum(tl.where(place == chunk, earlier, 0), 0)
+                        cut_id = _nth_tie(row, chunk, cut, nth, V, CHUNK, SHIFT)
                     stage = _DONE
-    return cut, cut_id, kept.to(tl.float32), left_sum, chunk, base, step
+    return cut, cut_ties, cut_id, kept.to(tl.float32), above, above_rest, ties, step

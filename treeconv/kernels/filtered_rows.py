@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels.child_tests import NEVER, first_accepted
-from treeconv.kernels.cut_rests import listed_rest
+from treeconv.kernels.cut_rests import listed_rest, searched_rest
 from treeconv.kernels.filter_cuts import find_cut
 from treeconv.kernels.listed_cuts import list_largest
 from treeconv.kernels.row_chunks import unordered
@@ -47,10 +47,14 @@ def decide(
     low_sum = row_sum
     high_sum = row_sum
     cut = 0
+    cut_ties = 0
     cut_id = 0
     units = tl.zeros([64], tl.int32)
+    ties = units
     peaks = tl.zeros([64], tl.float32)
     masses = peaks
+    above = peaks
+    above_rest = peaks
     goal = tl.zeros([], tl.float64)
     floor = 0
     if filtered:
@@ -79,13 +83,18 @@ def decide(
             )  # fmt: skip
             unsure = 1 - known
         if unsure == 1:
-            cut, cut_id, low_sum, left_sum, chunk, base, step = find_cut(
+            cut, cut_ties, cut_id, low_sum, above, above_rest, ties, step = find_cut(
                 row, words_ptr, epoch, step, rank, programs, V, N, top_key, top_k, top_p, temperature, units,
-                masses, goal, floor, tested, final, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr,
+                masses, goal, floor, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr,
                 chunks, CHUNK, THREADS, VEC, SHIFT, JOINT, PROBS, PTX,
             )  # fmt: skip
             high_sum = low_sum
             exact = 1
             by_bounds = 0
             deciding = 1
+    if (by_bounds == 0) & (hit == NEVER):
+        left_sum, chunk, base = searched_rest(
+            row, above, above_rest, ties, cut, cut_ties, cut_id, tested, final, top, before, after, rate,
+            tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, SHIFT, PROBS, PTX,
+        )  # fmt: skip
     return hit, last, left_sum, chunk, base, cut, cut_id, step
