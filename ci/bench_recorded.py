@@ -47,7 +47,7 @@ def searched(given: list[bench._Inputs], temperatures: torch.Tensor, filters: Fi
         backend = TritonBackend()
         output = each.call(backend.verify, temperatures, filters)
         (workspace,) = backend._workspaces.values()
-        steps = workspace.epochs[0, : len(temperatures)]
+        steps = workspace.epochs[: len(temperatures)]
         count += int((steps > output.accept_token_num + 1).sum())
     return count
 

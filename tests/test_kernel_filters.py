@@ -90,7 +90,7 @@ def test_logits_are_cut_as_eager_cuts_them(order, dtype):
 def steps_of(backend):
     """Rounds of words that each request's programs exchanged, over all calls: epochs count them."""
     (workspace,) = backend._workspaces.values()
-    return workspace.epochs[0].tolist()
+    return workspace.epochs.tolist()
 
 
 def one_row(V, masses, child, coin, final, cuts, order):
@@ -148,3 +148,30 @@ def test_a_row_is_searched_only_where_a_decision_depends_on_its_cut():
         assert_alike(got, EagerBackend().verify_probs(*call[:3], 3, call[3]))
         steps, visited = steps_of(backend)[0], int(got.accept_token_num[0]) + 1
         assert min(1, steps - visited) == searched, (child, coin, final)
+
+
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_a_short_list_is_cut_as_eager_cuts_it(order):
+    """The list's tokens tie at the cut; children are on it, at its end and behind it."""
+    V, k = 2800, 40  # three chunks
+    rng = np.random.default_rng(7)
+    sizes = [200, 200, 200] + [60] * 9 + [25] * 14 + [24] * 30 + [8] * 10  # no one peak, so bounds do not do
+    tokens = rng.choice(V, len(sizes) + 2**12 - sum(sizes), replace=False).tolist()
+    masses = dict(zip(tokens, sizes + [1] * (len(tokens) - len(sizes)), strict=True))
+    falling = sorted(masses, key=lambda token: (-masses[token], token))
+    kept = sorted(falling[:k])
+    held = sum(masses[token] for token in kept)
+    ends = np.cumsum([masses[token] for token in kept])[[11, 35] if INTERPRETED else slice(0, k - 1)] / held
+    finals = np.float32(
+        [[np.nextafter(np.float32(end), np.float32(0)), end + 2**-13] for end in ends]
+    ).ravel()
+    for cut in (Cuts(top_k=k), Cuts(top_k=k, top_p=0.75), Cuts(top_k=k, top_p=0.9375, min_p=2**-3)):
+        for child in (kept[-1], falling[k - 1], falling[k]):
+            coins = np.where(np.arange(len(finals)) == 0, masses[child] / held * 0.99, 0.9999)
+            call = one_row(V, masses, child, coins, finals, [cut] * len(finals), order)
+            backend = TritonBackend()
+            got = backend.verify_probs(*call[:3], 3, call[3])
+            assert_alike(got, EagerBackend().verify_probs(*call[:3], 3, call[3]))
+            steps = zip(steps_of(backend), got.accept_token_num.tolist(), strict=False)
+            # One round to count what can be kept, one to pass it around.
+            assert [taken - accepted - 1 for taken, accepted in steps] == [2] * len(finals)

@@ -25,10 +25,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treeconv.kernels.cut_rests import searched_rest
 from treeconv.kernels.filter_units import mass_of, unit_of, value_of
+from treeconv.kernels.halves import before_each, greatest, least, summed
 from treeconv.kernels.published_words import as_float, publish, row_words, settled
 from treeconv.kernels.row_chunks import total, unordered
 from treeconv.kernels.row_values import fetch, read, values
+from treeconv.kernels.short_lists import SHORT_LIST, cut_of_list, kth_unit, publish_list, ties_kept
 from treeconv.kernels.sibling_lists import without
 
 __all__ = ["find_cut"]
@@ -38,8 +41,9 @@ _LOW = tl.constexpr(-0x80000000)  # below every unit
 _COUNT = tl.constexpr(0)  # stages of a search: for top-k's cut,
 _FIRST_K = tl.constexpr(1)  # for the mass of the first k tokens,
 _WEIGH = tl.constexpr(2)  # for top-p's cut,
-_LAST = tl.constexpr(3)  # and for what is above the cut and at it
-_DONE = tl.constexpr(4)
+_LAST = tl.constexpr(3)  # and for what is above the cut and at it;
+_LIST = tl.constexpr(4)  # or, after the first, for all of that at once, from a short list
+_DONE = tl.constexpr(5)
 _SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of a row's sums
 _BY_VALUE = tl.constexpr(4)  # rounds whose thresholds are even in logits, not in units, which crowd at zero
 _FEW = tl.constexpr(64)  # units
@@ -71,14 +75,16 @@ def _around(low, high, pivot, top_unit, sixty_fourths):
 
 
 @triton.jit
-def _chunk_unit(units, chunk):
+def _chunk_unit(units, units2, chunk, TWO: tl.constexpr):
     """The unit of a chunk's maximum."""
-    return tl.max(tl.where(tl.arange(0, 64) == chunk, units, _LOW), 0)
+    lane = tl.arange(0, 32)
+    here = tl.where(lane == chunk, units, _LOW)
+    return greatest(here, tl.where(lane + 32 == chunk, units2, _LOW), TWO)
 
 
 @triton.jit
 def _publish_counts(
-    row, words, tag, rank, programs, V, units, thresholds, chunks: tl.constexpr, CHUNK: tl.constexpr,
+    row, words, tag, rank, programs, V, units, units2, thresholds, chunks: tl.constexpr, CHUNK: tl.constexpr,
     VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
     """Publish how many tokens each chunk has above six rising thresholds, two counts a word."""
@@ -88,7 +94,7 @@ def _publish_counts(
         n0 = tl.zeros([], tl.int32)
         n1 = n0
         n2 = n0
-        if _chunk_unit(units, chunk) > t0:
+        if _chunk_unit(units, units2, chunk, chunks > 32) > t0:
             index = chunk * CHUNK + tl.arange(0, CHUNK)
             x = values(fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
             unit = unit_of(x, SHIFT)
@@ -102,8 +108,8 @@ def _publish_counts(
 
 @triton.jit
 def _publish_masses(
-    row, words, tag, rank, programs, V, N, units, thresholds, last, top, before, after, rate, tokens, rest,
-    left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+    row, words, tag, rank, programs, V, N, units, units2, thresholds, last, top, before, after, rate, tokens,
+    rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
     VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish how much mass each chunk has above three rising thresholds.
@@ -118,7 +124,7 @@ def _publish_masses(
         m2 = m0
         count = tl.zeros([], tl.int32)
         start = chunk * CHUNK
-        if _chunk_unit(units, chunk) >= t0:
+        if _chunk_unit(units, units2, chunk, chunks > 32) >= t0:
             index = start + tl.arange(0, CHUNK)
             x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
             unit = unit_of(x, SHIFT)
@@ -147,14 +153,15 @@ def _narrowed(low, high, threshold, holds):
 
 
 @triton.jit
-def _kth(units, k, low, high):
-    """The highest unit in ``[low, high]`` at or above which k of these values are, or low."""
-    while low < high:
-        middle = (low + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
-        count = tl.sum(tl.where(units >= middle, 1, 0), 0)
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count >= k, high, middle - 1)
-    return low
+def _counted(low, high, counts, counts2, threshold, above, above2, k, TWO: tl.constexpr):
+    """The interval of the kth token's unit, and the counts at or above its low end, after one threshold's."""
+    count = summed(above, above2, TWO)
+    # Below the low end only that all there can be are counted, be they k or not.
+    raised = ((count >= k) & (threshold >= low)) | (threshold == low - 1)
+    counts = tl.where(raised, above, counts)
+    counts2 = tl.where(raised, above2, counts2)
+    low, high = _narrowed(low, high, threshold, count < k)
+    return low, high, counts, counts2
 
 
 @triton.jit
@@ -168,36 +175,39 @@ def _nth_tie(row, chunk, cut, nth, V, CHUNK: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def find_cut(
-    row, words_ptr, epoch, step, rank, programs, V, N, top_key, top_k, top_p, temperature, units, masses,
-    goal, floor, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr,
-    CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
+    row, words_ptr, epoch, step, rank, programs, V, N, top_key, top_k, top_p, temperature, units, units2,
+    row_sum, goal, floor, tested, coin, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr,
+    chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
     JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Where the filters cut a row, by a search of all programs; ``units`` to ``floor`` are the list's.
+    """Where the filters cut a row, by a search of all programs; ``units`` to ``floor`` are what the list had.
 
-    ``tokens``, ``rest`` and ``left`` are the first block of the children. Returns the cut's unit, how many
-    tokens at it are kept, the last one's id (or a higher one that is no tie), the mass that is kept, per
-    chunk the mass above the cut, the same without the children and the tokens at the cut, and the step.
+    ``tokens``, ``rest`` and ``left`` are the first block of the children. Returns the cut's unit, the highest
+    id kept there (or a higher one that is no tie), and the mass that is kept; what of it is left for the
+    bonus if no child is accepted, though they are ``tested``, ``coin``'s chunk and the mass before it there;
+    and the step.
     """
-    place = tl.arange(0, 64)
+    TWO: tl.constexpr = chunks > 32
+    lane = tl.arange(0, 32)
     top = unordered(top_key)
     top_unit = top_key >> SHIFT
     share = top_p.to(tl.float64)
     limited = top_k < V
     cut = top_unit
-    cut_ties = 0
     cut_id = _BIG
     kept = tl.zeros([], tl.float64)
-    above = tl.zeros([64], tl.float32)
-    above_rest = above
-    ties = tl.zeros([64], tl.int32)
+    left_sum = tl.zeros([], tl.float32)
+    chunk = 0
+    base = left_sum
+    counts = tl.full([32], SHORT_LIST, tl.int32)  # per chunk, tokens at or above low: not known yet
+    counts2 = counts
     depth = tl.full([], 1, tl.int32)  # the lowest unit of any mass
     if not PROBS:  # beyond 88 temperatures below the maximum a mass is zero
         depth = unit_of(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
     tail = depth
     if not PROBS:
         if top_p < 1.0:  # all V tokens at this mass would not be what top-p leaves out of a row
-            mass = (1.0 - share) * tl.sum(masses, 0).to(tl.float64) * (1.0 - _SLACK) / V
+            mass = (1.0 - share) * row_sum.to(tl.float64) * (1.0 - _SLACK) / V
             height = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(mass)
             lowest = tl.maximum(height, -3.4028234663852886e38).to(tl.float32)
             tail = tl.maximum(depth, unit_of(lowest, SHIFT) - 1)
@@ -215,10 +225,12 @@ def find_cut(
             low = tl.where(top_p < 1.0, depth, low)
         tight = top_k <= chunks
         if tight:
-            pivot = _kth(units, top_k, low, high)
+            pivot = kth_unit(units, units2, top_k, low, high, TWO)
             low = pivot
         else:
-            pivot = tl.maximum(tl.min(tl.where(place < chunks, units, top_unit), 0), low)
+            inside = tl.where(lane < chunks, units, top_unit)
+            inside2 = tl.where(lane + 32 < chunks, units2, top_unit)
+            pivot = tl.maximum(least(inside, inside2, TWO), low)
     else:
         low = tl.maximum(low, tail)
     while stage != _DONE:
@@ -236,8 +248,8 @@ def find_cut(
         tag = epoch + step
         words = row_words(words_ptr, step)
         if stage == _COUNT:
-            if turn == 0:  # ever further above a bound; on both sides where it is none
-                t0 = _around(low, high, pivot, top_unit, tl.where(tight, 1, -64))
+            if turn == 0:  # all there can be; then ever further above a bound, on both sides where it is none
+                t0 = tl.where(low > depth, low - 1, _around(low, high, pivot, top_unit, -64))
                 t1 = _around(low, high, pivot, top_unit, tl.where(tight, 2, -16))
                 t2 = _around(low, high, pivot, top_unit, tl.where(tight, 4, -4))
                 t3 = _around(low, high, pivot, top_unit, tl.where(tight, 8, 4))
@@ -251,17 +263,43 @@ def find_cut(
                 t4 = _even(low, high, 4, 6, turn, SHIFT, PROBS)
                 t5 = _even(low, high, 5, 6, turn, SHIFT, PROBS)
             _publish_counts(
-                row, words, tag, rank, programs, V, units, (t0, t1, t2, t3, t4, t5), chunks, CHUNK, VEC,
-                SHIFT, PROBS,
+                row, words, tag, rank, programs, V, units, units2, (t0, t1, t2, t3, t4, t5), chunks, CHUNK,
+                VEC, SHIFT, PROBS,
             )  # fmt: skip
-            first, second, third = settled(words, tag, chunks)
-            low, high = _narrowed(low, high, t0, tl.sum(first & 0xFFFF, 0) < top_k)
-            low, high = _narrowed(low, high, t1, tl.sum(first >> 16, 0) < top_k)
-            low, high = _narrowed(low, high, t2, tl.sum(second & 0xFFFF, 0) < top_k)
-            low, high = _narrowed(low, high, t3, tl.sum(second >> 16, 0) < top_k)
-            low, high = _narrowed(low, high, t4, tl.sum(third & 0xFFFF, 0) < top_k)
-            low, high = _narrowed(low, high, t5, tl.sum(third >> 16, 0) < top_k)
+            first, second, third, first2, second2, third2 = settled(words, tag, chunks)
+            low, high, counts, counts2 = _counted(
+                low, high, counts, counts2, t0, first & 0xFFFF, first2 & 0xFFFF, top_k, TWO
+            )
+            low, high, counts, counts2 = _counted(
+                low, high, counts, counts2, t1, first >> 16, first2 >> 16, top_k, TWO
+            )
+            low, high, counts, counts2 = _counted(
+                low, high, counts, counts2, t2, second & 0xFFFF, second2 & 0xFFFF, top_k, TWO
+            )
+            low, high, counts, counts2 = _counted(
+                low, high, counts, counts2, t3, second >> 16, second2 >> 16, top_k, TWO
+            )
+            low, high, counts, counts2 = _counted(
+                low, high, counts, counts2, t4, third & 0xFFFF, third2 & 0xFFFF, top_k, TWO
+            )
+            low, high, counts, counts2 = _counted(
+                low, high, counts, counts2, t5, third >> 16, third2 >> 16, top_k, TWO
+            )
+            high = tl.maximum(high, low)  # if not even all there can be are k
             turn += 1
+            if summed(counts, counts2, TWO) <= SHORT_LIST:
+                stage = _LIST
+        elif stage == _LIST:
+            publish_list(
+                row, words, tag, rank, programs, V, low, counts, counts2, chunks, CHUNK, THREADS, VEC, SHIFT,
+                PROBS,
+            )  # fmt: skip
+            cut, cut_id, kept, left_sum, chunk, base = cut_of_list(
+                row, words, tag, summed(counts, counts2, TWO), V, N, top_k, top_p, goal, low, floor, top_unit,
+                tested, coin, top, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr,
+                chunks, CHUNK, SHIFT, JOINT, PROBS, PTX,
+            )  # fmt: skip
+            stage = _DONE
         else:
             t0 = low
             t1 = low
@@ -271,40 +309,57 @@ def find_cut(
                 t1 = _even(low, high, 1, 3, turn, SHIFT, PROBS)
                 t2 = _even(low, high, 2, 3, turn, SHIFT, PROBS)
             _publish_masses(
-                row, words, tag, rank, programs, V, N, units, (t0, t1, t2), stage != _WEIGH, top, before,
-                after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC,
-                SHIFT, PROBS, PTX,
+                row, words, tag, rank, programs, V, N, units, units2, (t0, t1, t2), stage != _WEIGH, top,
+                before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS,
+                VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
-            first, second, third = settled(words, tag, chunks)
+            first, second, third, first2, second2, third2 = settled(words, tag, chunks)
             above = as_float(first)
-            mass_above = tl.sum(above, 0).to(tl.float64)
+            above2 = as_float(first2)
+            mass_above = summed(above, above2, TWO).to(tl.float64)
             above_rest = as_float(second)
+            above_rest2 = as_float(second2)
             if stage == _WEIGH:
                 low, high = _narrowed(low, high, t0, mass_above < goal)
-                low, high = _narrowed(low, high, t1, tl.sum(above_rest, 0).to(tl.float64) < goal)
-                low, high = _narrowed(low, high, t2, tl.sum(as_float(third), 0).to(tl.float64) < goal)
+                mass = summed(above_rest, above_rest2, TWO)
+                low, high = _narrowed(low, high, t1, mass.to(tl.float64) < goal)
+                mass = summed(as_float(third), as_float(third2), TWO)
+                low, high = _narrowed(low, high, t2, mass.to(tl.float64) < goal)
                 low = tl.minimum(low, high)  # if rounding orders two sums the other way
                 turn += 1
             else:
                 ties = third >> 16
-                all_ties = tl.sum(ties, 0)
+                ties2 = third2 >> 16
+                all_ties = summed(ties, ties2, TWO)
                 each = mass_of(value_of(low, SHIFT), top, before, after, rate, PROBS, PTX).to(tl.float64)
-                cut_ties = tl.minimum(all_ties, top_k - tl.sum(third & 0xFFFF, 0))
+                count = summed(third & 0xFFFF, third2 & 0xFFFF, TWO)
                 if stage == _FIRST_K:
-                    goal = share * (mass_above + cut_ties.to(tl.float64) * each)
+                    first_k = tl.minimum(all_ties, top_k - count).to(tl.float64)
+                    goal = share * (mass_above + first_k * each)
                     low = tl.maximum(low, floor)
                     stage = _WEIGH
                     turn = 0
                 else:
                     cut = low
-                    if (top_p < 1.0) & (each > 0.0):  # a tie is kept if less than the goal is before it
-                        room = tl.maximum(tl.ceil((goal - mass_above) / each), 1.0)
-                        cut_ties = tl.minimum(cut_ties.to(tl.float64), room).to(tl.int32)
+                    cut_ties = ties_kept(all_ties, count, mass_above, each, goal, top_k, top_p)
                     kept = mass_above + cut_ties.to(tl.float64) * each
                     if cut_ties < all_ties:
-                        earlier = tl.cumsum(ties, 0) - ties
-                        chunk = tl.max(tl.where(earlier < cut_ties, place, 0), 0)
-                        nth = cut_ties - tl.sum(tl.where(place == chunk, earlier, 0), 0)
-                        cut_id = _nth_tie(row, chunk, cut, nth, V, CHUNK, SHIFT)
+                        earlier, earlier2 = before_each(ties, ties2)
+                        there = greatest(
+                            tl.where(earlier < cut_ties, lane, 0),
+                            tl.where(earlier2 < cut_ties, lane + 32, 0),
+                            TWO,
+                        )
+                        nth = cut_ties - summed(
+                            tl.where(lane == there, earlier, 0),
+                            tl.where(lane + 32 == there, earlier2, 0),
+                            TWO,
+                        )
+                        cut_id = _nth_tie(row, there, cut, nth, V, CHUNK, SHIFT)
+                    left_sum, chunk, base = searched_rest(
+                        row, above, above2, above_rest, above_rest2, ties, ties2, cut, cut_ties, cut_id,
+                        tested, coin, top, before, after, rate, tokens, rest, left, sibling_ptr,
+                        candidates_ptr, N, V, CHUNK, SHIFT, PROBS, TWO, PTX,
+                    )  # fmt: skip
                     stage = _DONE
-    return cut, cut_ties, cut_id, kept.to(tl.float32), above, above_rest, ties, step
+    return cut, cut_id, kept.to(tl.float32), left_sum, chunk, base, step

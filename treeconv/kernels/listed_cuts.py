@@ -14,10 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treeconv.kernels.halves import greatest, least, summed
 from treeconv.kernels.published_words import as_float
 from treeconv.kernels.row_chunks import chunk_weight, ordered, unordered
 
-__all__ = ["SUM_SLACK", "list_largest"]
+__all__ = ["SUM_SLACK", "limits", "list_largest", "weighed"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 _NONE = tl.constexpr(0x7FFFFFFF)  # above every unit
@@ -29,51 +30,70 @@ _LISTED = tl.constexpr(8)  # tokens that are looked at one by one
 
 
 @triton.jit
-def list_largest(
-    tops, sums, V, top_key, top_k, top_p, min_p, temperature, before, after, rate, limit,
-    chunks: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr,
-    PTX: tl.constexpr,
+def weighed(
+    tops, sums, half, top, before, after, rate, limit, chunks: tl.constexpr, SHIFT: tl.constexpr,
+    PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The largest tokens of a row, as far as they are surely those; its words are ``tops`` and ``sums``.
-
-    Returns whether they are all that the filters keep; the unit of the last that surely is kept, and the
-    highest id there; bounds of the kept mass, equal if it is known; per chunk the unit and the mass of its
-    maximum, and the mass of all; and for the search top-p's goal and min-p's lowest unit.
-    """
-    place = tl.arange(0, 64)
-    keys = tl.where(place < chunks, (tops >> 32).to(tl.int32), _LOW)
-    units = tl.where(place < chunks, keys >> SHIFT, _LOW)
-    top = unordered(top_key)
+    """Per chunk the unit and the mass of its maximum, and the mass of all, of one half of a row's words."""
+    inside = tl.arange(0, 32) + half * 32 < chunks
+    keys = tl.where(inside, (tops >> 32).to(tl.int32), _LOW)
+    units = tl.where(inside, keys >> SHIFT, _LOW)
     # The words beyond the chunks are no words: their payload may be NaN.
-    sums = tl.where(place < chunks, as_float((sums >> 32).to(tl.int32)), 0.0)
+    sums = tl.where(inside, as_float((sums >> 32).to(tl.int32)), 0.0)
     if PROBS:
         peaks = tl.where(keys > 0, unordered(keys), 0.0)
         masses = sums
     else:
         peaks = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
-        peaks = tl.where(place < chunks, peaks, 0.0)
+        peaks = tl.where(inside, peaks, 0.0)
         masses = sums * peaks
-    row_sum = tl.sum(masses, 0)
-    # No token of a chunk but its maximum has more mass than this.
-    others = tl.maximum(masses - peaks, 0.0) + masses * _SLACK
-    share = top_p.to(tl.float64)
-    goal = tl.where(top_p < 1.0, share * row_sum.to(tl.float64), float("inf"))
-    limited = top_k < V
+    return units, peaks, masses
+
+
+@triton.jit
+def limits(
+    row_sum, top, top_p, min_p, temperature, SHIFT: tl.constexpr, PROBS: tl.constexpr
+):  # fmt: skip
+    """The mass that top-p wants, before top-k; min-p's lowest unit, and its least mass."""
+    goal = tl.where(top_p < 1.0, top_p.to(tl.float64) * row_sum.to(tl.float64), float("inf"))
     least_mass = min_p.to(tl.float64)
     if PROBS:
         floor = tl.full([], 1, tl.int32)
-        least = top.to(tl.float64) * least_mass
-        least_mass = least
+        lowest = top.to(tl.float64) * least_mass
+        least_mass = lowest
     else:
         floor = tl.full([], _LOWEST >> SHIFT, tl.int32)
-        least = tl.full([], float("-inf"), tl.float64)
+        lowest = tl.full([], float("-inf"), tl.float64)
         if min_p > 0.0:
-            least = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(least_mass)
-    single = least.to(tl.float32)
-    key = ordered(single + 0.0) + tl.where(single.to(tl.float64) < least, 1, 0)
+            lowest = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(least_mass)
+    single = lowest.to(tl.float32)
+    key = ordered(single + 0.0) + tl.where(single.to(tl.float64) < lowest, 1, 0)
     floor = tl.maximum(floor, (key + tl.where(key < 0, 0, (1 << SHIFT) - 1)) >> SHIFT)
+    return goal, floor, least_mass
+
+
+@triton.jit
+def list_largest(
+    units, units2, peaks, peaks2, masses, masses2, V, top_key, top_k, top_p, min_p, temperature,
+    chunks: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr,
+):  # fmt: skip
+    """The largest tokens of a row, as far as they are surely those, from its words as :func:`weighed`.
+
+    Returns whether they are all that the filters keep; the unit of the last that surely is kept, and the
+    highest id there; and bounds of the kept mass, equal if it is known.
+    """
+    TWO: tl.constexpr = chunks > 32
+    lane = tl.arange(0, 32)
+    row_sum = summed(masses, masses2, TWO)
+    goal, floor, least_mass = limits(row_sum, unordered(top_key), top_p, min_p, temperature, SHIFT, PROBS)
+    # No token of a chunk but its maximum has more mass than this.
+    others = tl.maximum(masses - peaks, 0.0) + masses * _SLACK
+    others2 = tl.maximum(masses2 - peaks2, 0.0) + masses2 * _SLACK
+    share = top_p.to(tl.float64)
+    limited = top_k < V
 
     ahead = units
+    ahead2 = units2
     taken = 0
     kept = tl.zeros([], tl.float64)
     kept_before = kept
@@ -87,7 +107,7 @@ def list_largest(
     found = 0
     looking = 1
     while looking == 1:
-        following = tl.max(ahead, 0)
+        following = greatest(ahead, ahead2, TWO)
         bound = hidden.to(tl.float64) * (1.0 + 2.0 * _SLACK)
         below = (following < floor) & (bound < least_mass)
         if (taken > 0) & ((taken >= top_k) | (kept >= goal) | below):
@@ -98,9 +118,12 @@ def list_largest(
                 known = (not limited) | (top_p >= 1.0) | (kept_before < share * kept)
             found = tl.where((bound < mass) & known, 1, 0)
         else:
-            chunk = tl.min(tl.where(ahead == following, place, _BIG), 0)
-            here = place == chunk
-            mass = tl.sum(tl.where(here, peaks, 0.0), 0).to(tl.float64)
+            chunk = least(
+                tl.where(ahead == following, lane, _BIG), tl.where(ahead2 == following, lane + 32, _BIG), TWO
+            )
+            here = lane == chunk
+            here2 = lane + 32 == chunk
+            mass = summed(tl.where(here, peaks, 0.0), tl.where(here2, peaks2, 0.0), TWO).to(tl.float64)
             if (bound >= mass) | (taken == _LISTED) | (following < floor):
                 looking = 0
             else:
@@ -108,8 +131,10 @@ def list_largest(
                 kept += mass
                 cut = following
                 taken += 1
-                hidden = tl.maximum(hidden, tl.max(tl.where(here, others, 0.0), 0))
+                other = summed(tl.where(here, others, 0.0), tl.where(here2, others2, 0.0), TWO)
+                hidden = tl.maximum(hidden, other)
                 ahead = tl.where(here, _LOW, ahead)
+                ahead2 = tl.where(here2, _LOW, ahead2)
                 sure = hidden.to(tl.float64) * (1.0 + 2.0 * _SLACK) < mass
                 if not JOINT:
                     enough = kept_before < share * kept * (1.0 - _SLACK)
@@ -125,4 +150,4 @@ def list_largest(
         low = sure_mass.to(tl.float32) * (1.0 - SUM_SLACK)
         high = row_sum * (1.0 + SUM_SLACK)
     cut_id = chunk * CHUNK + CHUNK - 1
-    return found, cut, cut_id, low, high, units, peaks, masses, goal, floor
+    return found, cut, cut_id, low, high

@@ -26,8 +26,8 @@ float64, where the product of two float32 is exact: on dyadic probabilities the 
 **Co-operation.** The grid is (programs, B). The programs of a request split the chunks of each row that the
 walk visits. A triple is published as three 64-bit words, each a payload beside a 32-bit
 tag, so that one poll tells that it is there and what it is: no fence, no counter. Tags do not repeat (an
-epoch per request, advanced by the last program to leave; they would after 2^32 rows), so nothing is cleared
-between calls and replays. Rows alternate between two places in scratch: no program writes a place
+epoch per request, advanced by the first program at its end; they would after 2^32 rows), so nothing is
+cleared between calls and replays. Rows alternate between two places in scratch: no program writes a place
 before every program of the request has read what it held. All programs take the same decisions from the
 same words; the first one writes the outputs. Progress needs the programs of one request to be co-resident:
 :func:`~.launch.programs_per_request` sees to it. Two launches that may overlap in time must not share a
@@ -47,6 +47,7 @@ from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
 from treeconv.kernels.filter_units import is_kept, unit_shift
 from treeconv.kernels.filtered_rows import decide
+from treeconv.kernels.halves import drawn
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
 from treeconv.kernels.row_chunks import (
     chunk_mass,
@@ -86,8 +87,8 @@ def _verify_tree_kernel(
     accept_num_ptr,  # [B] int32, out
     predicts_ptr,  # [B * N] int32, out
     status_ptr,  # [B] int32, out
-    words_ptr,  # [MAX_B, 2, 3, 64] int64, scratch
-    epochs_ptr,  # [3, MAX_B] int32, scratch: epoch, next epoch, programs that left
+    words_ptr,  # [MAX_BATCH, 2, 3, 64] int64, scratch
+    epochs_ptr,  # [MAX_BATCH] int32, scratch
     N,  # slots per tree
     V,  # vocabulary
     depth_cap,  # accept slots per request
@@ -102,7 +103,6 @@ def _verify_tree_kernel(
     THREADS: tl.constexpr,  # per program
     VEC: tl.constexpr,  # elements of one load
     JUMP: tl.constexpr,  # N <= 64: sibling lists by tables in registers
-    MAX_B: tl.constexpr,
     PROBS: tl.constexpr,
     FILTERS: tl.constexpr,  # 0: none; 1: sequential order; 2: joint order
     SHIFT: tl.constexpr,  # low bits that carry nothing in an ordered key of these rows' dtype
@@ -248,12 +248,16 @@ def _verify_tree_kernel(
 
             # 2a. the children, in order
             if FILTERS:
+                # Loaded anew, or they would be kept, and spilled, while a row is summed.
+                top_k = tl.minimum(tl.load(top_k_ptr + b), V).to(tl.int32)
+                top_p = tl.load(top_p_ptr + b)
+                min_p = tl.load(min_p_ptr + b)
                 hit, last, filtered_sum, cut_chunk, cut_base, cut, cut_id, step = decide(
-                    child_x, nodes, tokens, rest, left, coin, tl.load(final_ptr + b), used < cap, row,
-                    row_sum, tops, sums, tops2, sums2, words_ptr + 384 * b, epoch, step, rank, programs,
-                    filtered, top_k, top_p, min_p, greedy, bonus, temperature, top_key, before, after, rate,
-                    limit, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK, THREADS, VEC, SHIFT,
-                    FILTERS, PROBS, PTX,
+                    follow(child_ptr, node, N), child_x, nodes, tokens, rest, left, coin,
+                    tl.load(final_ptr + b), used < cap, row, row_sum, tops, sums, tops2, sums2,
+                    words_ptr + 384 * b, epoch, step, rank, programs, filtered, top_k, top_p, min_p, greedy,
+                    bonus, temperature, top_key, before, after, rate, limit, sibling_ptr, candidates_ptr, N,
+                    V, chunks, CHUNK, THREADS, VEC, SHIFT, FILTERS, PROBS, PTX,
                 )  # fmt: skip
             else:
                 hit, last, _ = first_accepted(
@@ -266,11 +270,10 @@ def _verify_tree_kernel(
             chosen = hit & 0x3FF
             if hit == NEVER:
                 residual = masses_of(tl.where(used < cap, rests, sums), weight)
-                both = residual
+                residual2 = residual
                 if TWO:
                     residual2 = masses_of(tl.where(used < cap, rests2, sums2), weight2)
-                    both = residual + residual2
-                residual_sum = tl.sum(both, 0)
+                residual_sum, last_chunk, last_base = drawn(residual, residual2, tl.load(final_ptr + b), TWO)
                 if FILTERS:
                     residual_sum = tl.where(filtered, filtered_sum, residual_sum)
                 if greedy:
@@ -280,21 +283,6 @@ def _verify_tree_kernel(
                     active = 0
                     if residual_sum <= 0.0:
                         status = 3  # only a row rewritten during the launch gets here
-                    goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
-                    prefix = tl.cumsum(residual, 0)
-                    over = (prefix.to(tl.float64) > goal) & (residual > 0.0)
-                    last_chunk = tl.min(tl.where(over, lane, _BIG), 0)
-                    final = tl.max(tl.where(residual > 0.0, lane, -1), 0)
-                    if TWO:
-                        first_half = tl.sum(tl.where(lane == 31, prefix, 0.0), 0)
-                        prefix2 = first_half + tl.cumsum(residual2, 0)
-                        over2 = (prefix2.to(tl.float64) > goal) & (residual2 > 0.0)
-                        last_chunk = tl.minimum(last_chunk, tl.min(tl.where(over2, lane + 32, _BIG), 0))
-                        final = tl.maximum(final, tl.max(tl.where(residual2 > 0.0, lane + 32, -1), 0))
-                    last_chunk = tl.where(last_chunk == _BIG, tl.maximum(final, 0), last_chunk)
-                    last_base = tl.sum(tl.where(lane == last_chunk - 1, prefix, 0.0), 0)
-                    if TWO:
-                        last_base += tl.sum(tl.where(lane == last_chunk - 33, prefix2, 0.0), 0)
                     if FILTERS:
                         last_chunk = tl.where(filtered, cut_chunk, last_chunk)
                         last_base = tl.where(filtered, cut_base, last_base)
@@ -306,18 +294,7 @@ def _verify_tree_kernel(
                 node = chosen
                 used += 1
 
-    # 3. the last program to leave opens the next epoch
-    if SHARED:
-        if rank == 0:
-            tl.store(epochs_ptr + MAX_B + b, epoch + step + 1)
-        gone = tl.atomic_add(epochs_ptr + 2 * MAX_B + b, 1, sem="acq_rel", scope="gpu")
-        if gone == programs - 1:
-            tl.store(epochs_ptr + b, tl.load(epochs_ptr + MAX_B + b, volatile=True))
-            tl.store(epochs_ptr + 2 * MAX_B + b, 0)
-    else:  # its words carry tags too: a later launch that shares must not find them under its own
-        tl.store(epochs_ptr + b, epoch + step + 1)
-
-    # 4. the bonus token
+    # 3. the bonus token
     if rank == 0:
         if (status == 0) & (greedy == 0):
             start = last_chunk * CHUNK
@@ -352,6 +329,8 @@ def _verify_tree_kernel(
             tl.store(accept_index_ptr + slots, nothing, mask=slots < used)
         tl.store(accept_num_ptr + b, tl.where(status == 0, used - 1, 0))
         tl.store(status_ptr + b, status)
+        # The next epoch; all programs of the request have read this one, since all have published under it.
+        tl.store(epochs_ptr + b, epoch + step + 1)
 
 
 INTERPRETED = not isinstance(_verify_tree_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 at import time
@@ -445,7 +424,6 @@ def verify_tree(
         THREADS=32 * launch.warps_per_program(chunk),
         VEC=launch.vector_size(rows),
         JUMP=N <= launch.JUMP_LIMIT,
-        MAX_B=launch.MAX_BATCH,
         PROBS=temperature is None,
         FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
         SHIFT=unit_shift(torch.float32 if bias is not None else rows.dtype),
