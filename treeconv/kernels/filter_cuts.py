@@ -13,9 +13,10 @@ what else is kept, as in a row that is sure of itself: :mod:`.listed_cuts`. Othe
 search together: the cut is the lowest unit ``t`` with fewer than k tokens, and less mass than top-p's share,
 above it. It lies between bounds that the words give (k chunks' maxima are k tokens; V tokens of small mass
 are not 1 - p of the row) and the row's maximum. In a round each chunk publishes how many tokens (six
-thresholds) or how much mass (three) it has above some units, and the interval shrinks. All of it is decided
-in float64, on sums of float32 in a fixed order: exact on dyadic probabilities, the same for any number of
-programs.
+thresholds) or how much mass (three) it has above some units, and the interval shrinks. Where a count says
+that few tokens can be kept, these are passed around, which ends the search (:mod:`.short_lists`). All of it
+is decided in float64, on sums of float32 in a fixed order: exact on dyadic probabilities, the same for any
+number of programs.
 
 Masses are relative to the row's maximum, or probabilities as they are.
 """
