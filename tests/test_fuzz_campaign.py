@@ -220,18 +220,30 @@ def test_kill_9_loses_nothing_and_the_next_campaign_resumes():
     assert not list((Path("corpus") / ".fuzz" / "raw").iterdir())
 
 
+@pytest.fixture
+def heeded_sigint():
+    """A shell's background job is born with SIGINT ignored, and so would be what we start in one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for orphans in /proc")
+@pytest.mark.usefixtures("heeded_sigint")
 def test_ctrl_c_ends_all_and_reports():
     process = subprocess.Popen(
         command("Slow", campaign="bulk", workers=2, seed=3, summary="summary.md", junit="junit.xml"),
         stdout=subprocess.PIPE,
         text=True,
     )
-    wait_for(lambda: list(Path("corpus").glob(".fuzz/findings/*.json")))
-    workers = children(process.pid)
-    assert len(workers) == 2
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    try:
+        wait_for(lambda: list(Path("corpus").glob(".fuzz/findings/*.json")))
+        workers = children(process.pid)
+        assert len(workers) == 2
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:  # what is left running would fail another test
+        process.kill()
     assert process.returncode == 130
     assert output.splitlines()[-1].startswith("FAIL")
     assert "**interrupted**" in Path("summary.md").read_text()
