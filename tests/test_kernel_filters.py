@@ -151,6 +151,22 @@ def test_a_row_is_searched_only_where_a_decision_depends_on_its_cut():
 
 
 @pytest.mark.parametrize("order", FILTER_ORDERS)
+@pytest.mark.parametrize("cut", [Cuts(top_k=3), Cuts(top_k=20), Cuts(top_p=0.75), Cuts(top_p=0.9, min_p=0.1)])
+def test_chunks_of_both_halves_are_cut_as_eager_cuts_them(cut, order):
+    """A row's chunks lie in two halves of a warp's width; its tokens here in chunks 30, 31, 32 and 33."""
+    V = 34 * 1024
+    rng = np.random.default_rng(3)
+    sizes = [900, 700, 500] + [60] * 20 + [25] * 20 + [12] * 20
+    tokens = (rng.choice(4 * 1024, len(sizes) + 2**12 - sum(sizes), replace=False) + 30 * 1024).tolist()
+    masses = dict(zip(tokens, sizes + [1] * (len(tokens) - len(sizes)), strict=True))
+    finals = np.float32([0.2, 0.45, 0.61, 0.77, 0.99])[: 3 if INTERPRETED else 5] + 2**-14
+    for child in tokens[1], tokens[8]:
+        call = one_row(V, masses, child, [0.9999] * len(finals), finals, [cut] * len(finals), order)
+        want = EagerBackend().verify_probs(*call[:3], 3, call[3])
+        assert_alike(TritonBackend().verify_probs(*call[:3], 3, call[3]), want)
+
+
+@pytest.mark.parametrize("order", FILTER_ORDERS)
 def test_a_short_list_is_cut_as_eager_cuts_it(order):
     """The list's tokens tie at the cut; children are on it, at its end and behind it."""
     V, k = 2800, 40  # three chunks

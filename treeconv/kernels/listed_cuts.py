@@ -51,9 +51,7 @@ def weighed(
 
 
 @triton.jit
-def limits(
-    row_sum, top, top_p, min_p, temperature, SHIFT: tl.constexpr, PROBS: tl.constexpr
-):  # fmt: skip
+def limits(row_sum, top, top_p, min_p, temperature, SHIFT: tl.constexpr, PROBS: tl.constexpr):
     """The mass that top-p wants, before top-k; min-p's lowest unit, and its least mass."""
     goal = tl.where(top_p < 1.0, top_p.to(tl.float64) * row_sum.to(tl.float64), float("inf"))
     least_mass = min_p.to(tl.float64)

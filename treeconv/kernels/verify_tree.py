@@ -141,9 +141,6 @@ def _verify_tree_kernel(
         temperature = tl.load(temperature_ptr + b)
         greedy = temperature == 0.0
         before, after, rate, limit = scales(temperature)
-    top_k = V
-    top_p = 1.0
-    min_p = 0.0
     filtered = False
     if FILTERS:
         top_k = tl.minimum(tl.load(top_k_ptr + b), V).to(tl.int32)
