@@ -151,7 +151,9 @@ def test_a_row_is_searched_only_where_a_decision_depends_on_its_cut():
 
 
 @pytest.mark.parametrize("order", FILTER_ORDERS)
-@pytest.mark.parametrize("cut", [Cuts(top_k=3), Cuts(top_k=20), Cuts(top_p=0.75), Cuts(top_p=0.9, min_p=0.02)])
+@pytest.mark.parametrize(
+    "cut", [Cuts(top_k=3), Cuts(top_k=20), Cuts(top_p=0.75), Cuts(top_p=0.9, min_p=0.02)]
+)
 def test_chunks_of_both_halves_are_cut_as_eager_cuts_them(cut, order):
     """A row's chunks lie in two halves of a warp's width; its tokens here in chunks 30, 31, 32 and 33."""
     V = 34 * 1024
