@@ -29,7 +29,7 @@ import triton.language as tl
 from treeconv.kernels.cut_rests import searched_rest
 from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.halves import before_each, greatest, least, summed
-from treeconv.kernels.published_words import as_float, publish, row_words, settled
+from treeconv.kernels.published_words import all_words, as_float, place_of, publish
 from treeconv.kernels.row_chunks import total, unordered
 from treeconv.kernels.row_values import fetch, read, values
 from treeconv.kernels.short_lists import SHORT_LIST, cut_of_list, kth_unit, publish_list, ties_kept
@@ -85,8 +85,8 @@ def _chunk_unit(units, units2, chunk, TWO: tl.constexpr):
 
 @triton.jit
 def _publish_counts(
-    row, words, tag, rank, programs, V, units, units2, thresholds, chunks: tl.constexpr, CHUNK: tl.constexpr,
-    VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
+    row, place, tag, rank, programs, V, units, units2, thresholds, chunks: tl.constexpr, CHUNK: tl.constexpr,
+    VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish how many tokens each chunk has above six rising thresholds, two counts a word."""
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
@@ -102,14 +102,12 @@ def _publish_counts(
             n0 = tl.sum(tl.where(unit > t0, 1, 0) + tl.where(unit > t1, 1 << 16, 0), 0)
             n1 = tl.sum(tl.where(unit > t2, 1, 0) + tl.where(unit > t3, 1 << 16, 0), 0)
             n2 = tl.sum(tl.where(unit > t4, 1, 0) + tl.where(unit > t5, 1 << 16, 0), 0)
-        publish(words, 0, chunk, n0, tag)
-        publish(words, 1, chunk, n1, tag)
-        publish(words, 2, chunk, n2, tag)
+        publish(place, chunk, n0, n1, n2, tag, PTX)
 
 
 @triton.jit
 def _publish_masses(
-    row, words, tag, rank, programs, V, N, units, units2, thresholds, last, top, before, after, rate, tokens,
+    row, place, tag, rank, programs, V, N, units, units2, thresholds, last, top, before, after, rate, tokens,
     rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
     VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -141,9 +139,7 @@ def _publish_masses(
             else:
                 m1 = total(tl.where(unit > t1, mass, 0.0), THREADS, VEC)
                 m2 = total(tl.where(unit > t2, mass, 0.0), THREADS, VEC)
-        publish(words, 0, chunk, m0, tag)
-        publish(words, 1, chunk, m1, tag)
-        publish(words, 2, chunk, tl.where(last, count, m2.to(tl.int32, bitcast=True)), tag)
+        publish(place, chunk, m0, m1, tl.where(last, count, m2.to(tl.int32, bitcast=True)), tag, PTX)
 
 
 @triton.jit
@@ -247,7 +243,7 @@ def find_cut(
             stage = _LAST
         step += 1
         tag = epoch + step
-        words = row_words(words_ptr, step)
+        place = place_of(words_ptr, step)
         if stage == _COUNT:
             if turn == 0:  # all there can be; then ever further above a bound, on both sides where it is none
                 t0 = tl.where(low > depth, low - 1, _around(low, high, pivot, top_unit, -64))
@@ -264,10 +260,12 @@ def find_cut(
                 t4 = _even(low, high, 4, 6, turn, SHIFT, PROBS)
                 t5 = _even(low, high, 5, 6, turn, SHIFT, PROBS)
             _publish_counts(
-                row, words, tag, rank, programs, V, units, units2, (t0, t1, t2, t3, t4, t5), chunks, CHUNK,
-                VEC, SHIFT, PROBS,
+                row, place, tag, rank, programs, V, units, units2, (t0, t1, t2, t3, t4, t5), chunks, CHUNK,
+                VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
-            first, second, third, first2, second2, third2 = settled(words, tag, chunks)
+            first, second, third, first2, second2, third2 = all_words(
+                place, tag, chunks, SHARED=True, PTX=PTX
+            )
             low, high, counts, counts2 = _counted(
                 low, high, counts, counts2, t0, first & 0xFFFF, first2 & 0xFFFF, top_k, TWO
             )
@@ -292,11 +290,11 @@ def find_cut(
                 stage = _LIST
         elif stage == _LIST:
             publish_list(
-                row, words, tag, rank, programs, V, low, counts, counts2, chunks, CHUNK, THREADS, VEC, SHIFT,
-                PROBS,
+                row, place, tag, rank, programs, V, low, counts, counts2, chunks, CHUNK, THREADS, VEC, SHIFT,
+                PROBS, PTX,
             )  # fmt: skip
             cut, cut_id, kept, left_sum, chunk, base = cut_of_list(
-                row, words, tag, summed(counts, counts2, TWO), V, N, top_k, top_p, goal, low, floor, top_unit,
+                row, place, tag, summed(counts, counts2, TWO), V, N, top_k, top_p, goal, low, floor, top_unit,
                 tested, coin, top, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr,
                 chunks, CHUNK, SHIFT, JOINT, PROBS, PTX,
             )  # fmt: skip
@@ -310,11 +308,13 @@ def find_cut(
                 t1 = _even(low, high, 1, 3, turn, SHIFT, PROBS)
                 t2 = _even(low, high, 2, 3, turn, SHIFT, PROBS)
             _publish_masses(
-                row, words, tag, rank, programs, V, N, units, units2, (t0, t1, t2), stage != _WEIGH, top,
+                row, place, tag, rank, programs, V, N, units, units2, (t0, t1, t2), stage != _WEIGH, top,
                 before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS,
                 VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
-            first, second, third, first2, second2, third2 = settled(words, tag, chunks)
+            first, second, third, first2, second2, third2 = all_words(
+                place, tag, chunks, SHARED=True, PTX=PTX
+            )
             above = as_float(first)
             above2 = as_float(first2)
             mass_above = summed(above, above2, TWO).to(tl.float64)

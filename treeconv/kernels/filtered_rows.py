@@ -15,7 +15,7 @@ from treeconv.kernels.cut_rests import listed_rest
 from treeconv.kernels.filter_cuts import find_cut
 from treeconv.kernels.halves import summed
 from treeconv.kernels.listed_cuts import limits, list_largest, weighed
-from treeconv.kernels.published_words import all_words, row_words
+from treeconv.kernels.published_words import all_words, place_of
 from treeconv.kernels.row_chunks import unordered
 from treeconv.kernels.row_values import read
 from treeconv.kernels.sibling_lists import siblings
@@ -36,7 +36,9 @@ def _searched(
     than to read the row's words and ``child`` with its siblings again. Such a function takes scalars alone.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    tops, sums, _, tops2, sums2, _ = all_words(row_words(words_ptr, step), epoch + step, chunks, SHARED=True)
+    tops, sums, _, tops2, sums2, _ = all_words(
+        place_of(words_ptr, step), epoch + step, chunks, SHARED=True, PTX=PTX
+    )
     top = unordered(top_key)
     units, _, masses = weighed(tops, sums, 0, top, before, after, rate, limit, chunks, SHIFT, PROBS, PTX)
     units2, _, masses2 = weighed(tops2, sums2, 1, top, before, after, rate, limit, chunks, SHIFT, PROBS, PTX)

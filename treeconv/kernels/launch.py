@@ -69,5 +69,5 @@ class Workspace:
     def __init__(self, device: torch.device | str) -> None:
         # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
         # place shared between requests could hold another's word under the very tag that is waited for.
-        self.words = torch.full((MAX_BATCH, 2, 3, MAX_CHUNKS), -1, dtype=torch.int64, device=device)
+        self.words = torch.full((MAX_BATCH, 2, 3 * MAX_CHUNKS), -1, dtype=torch.int64, device=device)
         self.epochs = torch.zeros(MAX_BATCH, dtype=torch.int32, device=device)

@@ -36,10 +36,9 @@ def weighed(
 ):  # fmt: skip
     """Per chunk the unit and the mass of its maximum, and the mass of all, of one half of a row's words."""
     inside = tl.arange(0, 32) + half * 32 < chunks
-    keys = tl.where(inside, (tops >> 32).to(tl.int32), _LOW)
+    keys = tl.where(inside, tops, _LOW)
     units = tl.where(inside, keys >> SHIFT, _LOW)
-    # The words beyond the chunks are no words: their payload may be NaN.
-    sums = tl.where(inside, as_float((sums >> 32).to(tl.int32)), 0.0)
+    sums = as_float(sums)
     if PROBS:
         peaks = tl.where(keys > 0, unordered(keys), 0.0)
         masses = sums

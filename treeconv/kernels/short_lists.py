@@ -12,7 +12,7 @@ import triton.language as tl
 
 from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.halves import greatest, least, summed
-from treeconv.kernels.published_words import publish, word
+from treeconv.kernels.published_words import all_words, list_of, publish, word
 from treeconv.kernels.row_values import fetch, read, values
 from treeconv.kernels.sibling_lists import siblings
 
@@ -57,8 +57,8 @@ def _ranks(listed, THREADS: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def publish_list(
-    row, words, tag, rank, programs, V, lowest, counts, counts2, chunks: tl.constexpr, CHUNK: tl.constexpr,
-    THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
+    row, place, tag, rank, programs, V, lowest, counts, counts2, chunks: tl.constexpr, CHUNK: tl.constexpr,
+    THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish the ids of the tokens at or above ``lowest``; ``counts`` says how many each chunk has.
 
@@ -76,26 +76,26 @@ def publish_list(
             earlier = tl.where(lane < chunk, counts, 0)
             first = summed(earlier, tl.where(lane + 32 < chunk, counts2, 0), TWO)
             position = first + _ranks(listed, THREADS, VEC)
-            tl.store(words + position, word(index, tag), mask=(listed == 1) & (position < SHORT_LIST))
-        publish(words, 2, chunk, tl.zeros([], tl.int32), tag)
+            tl.store(
+                list_of(place) + position, word(index, tag), mask=(listed == 1) & (position < SHORT_LIST)
+            )
+        nothing = tl.zeros([], tl.int32)
+        publish(place, chunk, nothing, nothing, nothing, tag, PTX)
 
 
 @triton.jit
-def _listed_ids(words, tag, count, chunks: tl.constexpr):
+def _listed_ids(place, tag, count, chunks: tl.constexpr, PTX: tl.constexpr):
     """The ids that all programs published, in halves; _BIG from ``count`` on."""
     lane = tl.arange(0, 32)
     ids = tl.zeros([32], tl.int64)
     ids2 = ids
+    all_words(place, tag, chunks, SHARED=True, PTX=PTX)
     late = 1
     while late == 1:
-        ids = tl.load(words + lane, mask=lane < count, other=0, volatile=True)
-        ids2 = tl.load(words + 32 + lane, mask=lane + 32 < count, other=0, volatile=True)
-        done = tl.load(words + 128 + lane, mask=lane < chunks, other=0, volatile=True)
-        done2 = tl.load(words + 160 + lane, mask=lane + 32 < chunks, other=0, volatile=True)
+        ids = tl.load(list_of(place) + lane, mask=lane < count, other=0, volatile=True)
+        ids2 = tl.load(list_of(place) + 32 + lane, mask=lane + 32 < count, other=0, volatile=True)
         stale = (lane < count) & (ids.to(tl.int32) != tag)
         stale = stale | ((lane + 32 < count) & (ids2.to(tl.int32) != tag))
-        stale = stale | ((lane < chunks) & (done.to(tl.int32) != tag))
-        stale = stale | ((lane + 32 < chunks) & (done2.to(tl.int32) != tag))
         late = tl.max(tl.where(stale, 1, 0), 0)
     ids = tl.where(lane < count, (ids >> 32).to(tl.int32), _BIG)
     return ids, tl.where(lane + 32 < count, (ids2 >> 32).to(tl.int32), _BIG)
@@ -144,7 +144,7 @@ def _drawn(ids, ids2, residual, residual2, coin, chunks: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def cut_of_list(
-    row, words, tag, count, V, N, top_k, top_p, goal, lowest, floor, highest, tested, coin, top, before,
+    row, place, tag, count, V, N, top_k, top_p, goal, lowest, floor, highest, tested, coin, top, before,
     after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr,
     SHIFT: tl.constexpr, JOINT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def cut_of_list(
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     lane = tl.arange(0, 32)
-    ids, ids2 = _listed_ids(words, tag, count, chunks)
+    ids, ids2 = _listed_ids(place, tag, count, chunks, PTX)
     inside = lane < count
     inside2 = lane + 32 < count
     x = read(row, ids, inside, NO_MASS).to(tl.float32)

@@ -48,7 +48,7 @@ from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_tr
 from treeconv.kernels.filter_units import is_kept, unit_shift
 from treeconv.kernels.filtered_rows import decide
 from treeconv.kernels.halves import drawn
-from treeconv.kernels.published_words import all_words, keys_of, masses_of, word
+from treeconv.kernels.published_words import all_words, keys_of, masses_of, place_of, publish
 from treeconv.kernels.row_chunks import (
     chunk_mass,
     chunk_weight,
@@ -87,7 +87,7 @@ def _verify_tree_kernel(
     accept_num_ptr,  # [B] int32, out
     predicts_ptr,  # [B * N] int32, out
     status_ptr,  # [B] int32, out
-    words_ptr,  # [MAX_BATCH, 2, 3, 64] int64, scratch
+    words_ptr,  # [MAX_BATCH, 2, 192] int64, scratch
     epochs_ptr,  # [MAX_BATCH] int32, scratch
     N,  # slots per tree
     V,  # vocabulary
@@ -167,6 +167,7 @@ def _verify_tree_kernel(
     last_chunk = 0  # where the bonus token is, what precedes it there, and the row's maximum
     last_base = 0.0
     last_top = 0.0
+    chunk_top = 0.0
     residual_sum = 0.0
     cut = 0  # what a filter keeps of the last row: units above the cut, and at it tokens up to cut_id
     cut_id = 0
@@ -182,7 +183,7 @@ def _verify_tree_kernel(
         row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
         if mask_ptr is not None:
             row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
-        row_words = words_ptr + (2 * b + (step & 1)) * 192
+        place = place_of(words_ptr + 384 * b, step)
         first_index = rank * CHUNK + offsets
         fetched = fetch(row, rank * CHUNK, first_index, V, NO_MASS, VEC)
         nodes, tokens, rest, left = first_siblings(
@@ -197,9 +198,7 @@ def _verify_tree_kernel(
                 mass, row, start, V, N, greedy, filtered, before, after, rate, limit, tokens, rest, left,
                 sibling_ptr, candidates_ptr, CHUNK, THREADS, VEC, PROBS, FILTERS, PTX,
             )  # fmt: skip
-            tl.store(row_words + chunk, word(key, tag))
-            tl.store(row_words + chunk + 64, word(chunk_sum.to(tl.int32, bitcast=True), tag))
-            tl.store(row_words + chunk + 128, word(rest_sum.to(tl.int32, bitcast=True), tag))
+            publish(place, chunk, key, chunk_sum, rest_sum, tag, PTX)
 
         # 2. one step of the walk, from the published triples
         child_x = read(row, tokens, tokens >= 0, NO_MASS)
@@ -211,7 +210,7 @@ def _verify_tree_kernel(
                 prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
         if not SHARED:
             tl.debug_barrier()  # this program's own stores
-        tops, sums, rests, tops2, sums2, rests2 = all_words(row_words, tag, chunks, SHARED)
+        tops, sums, rests, tops2, sums2, rests2 = all_words(place, tag, chunks, SHARED, PTX)
         keys = keys_of(tops, 0, chunks)
         both_keys = keys
         if TWO:
@@ -228,9 +227,9 @@ def _verify_tree_kernel(
             row_sum = tl.full([], 1.0, tl.float32)
             if not PROBS:
                 if greedy:
-                    arg = tl.where(keys == top_key, (sums >> 32).to(tl.int32), _BIG)
+                    arg = tl.where(keys == top_key, sums, _BIG)
                     if TWO:
-                        arg2 = tl.where(keys2 == top_key, (sums2 >> 32).to(tl.int32), _BIG)
+                        arg2 = tl.where(keys2 == top_key, sums2, _BIG)
                         arg = tl.minimum(arg, arg2)
                     bonus = tl.min(arg, 0)
                 else:
@@ -284,6 +283,10 @@ def _verify_tree_kernel(
                         last_chunk = tl.where(filtered, cut_chunk, last_chunk)
                         last_base = tl.where(filtered, cut_base, last_base)
                     last_top = top
+                    chunk_key = tl.where(lane == last_chunk, keys, -0x80000000)
+                    if TWO:
+                        chunk_key = tl.maximum(chunk_key, tl.where(lane + 32 == last_chunk, keys2, -0x80000000))
+                    chunk_top = unordered(tl.max(chunk_key, 0))
             if chosen >= 0:
                 if rank == 0:
                     tl.store(predicts_ptr + node, tl.load(candidates_ptr + chosen).to(tl.int32))
@@ -303,9 +306,8 @@ def _verify_tree_kernel(
             mass = x
             weight = 1.0
             if not PROBS:
-                top = unordered(maximum_key(mass, THREADS, VEC))
-                mass = chunk_mass(mass, top, before, after, rate, limit, PTX)
-                weight = chunk_weight(top, last_top, before, after, rate, limit, PTX)
+                mass = chunk_mass(mass, chunk_top, before, after, rate, limit, PTX)
+                weight = chunk_weight(chunk_top, last_top, before, after, rate, limit, PTX)
             if FILTERS:
                 kept = is_kept(x, index, cut, cut_id, SHIFT) | (not filtered)
                 mass = tl.where(kept, mass, 0.0)
