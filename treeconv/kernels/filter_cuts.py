@@ -263,9 +263,7 @@ def find_cut(
                 row, place, tag, rank, programs, V, units, units2, (t0, t1, t2, t3, t4, t5), chunks, CHUNK,
                 VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
-            first, second, third, first2, second2, third2 = all_words(
-                place, tag, chunks, SHARED=True, PTX=PTX
-            )
+            first, second, third, first2, second2, third2 = all_words(place, tag, chunks, PTX)
             low, high, counts, counts2 = _counted(
                 low, high, counts, counts2, t0, first & 0xFFFF, first2 & 0xFFFF, top_k, TWO
             )
@@ -312,9 +310,7 @@ def find_cut(
                 before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS,
                 VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
-            first, second, third, first2, second2, third2 = all_words(
-                place, tag, chunks, SHARED=True, PTX=PTX
-            )
+            first, second, third, first2, second2, third2 = all_words(place, tag, chunks, PTX)
             above = as_float(first)
             above2 = as_float(first2)
             mass_above = summed(above, above2, TWO).to(tl.float64)

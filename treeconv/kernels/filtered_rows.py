@@ -36,9 +36,7 @@ def _searched(
     than to read the row's words and ``child`` with its siblings again. Such a function takes scalars alone.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    tops, sums, _, tops2, sums2, _ = all_words(
-        place_of(words_ptr, step), epoch + step, chunks, SHARED=True, PTX=PTX
-    )
+    tops, sums, _, tops2, sums2, _ = all_words(place_of(words_ptr, step), epoch + step, chunks, PTX)
     top = unordered(top_key)
     units, _, masses = weighed(tops, sums, 0, top, before, after, rate, limit, chunks, SHIFT, PROBS, PTX)
     units2, _, masses2 = weighed(tops2, sums2, 1, top, before, after, rate, limit, chunks, SHIFT, PROBS, PTX)

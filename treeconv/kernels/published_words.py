@@ -62,57 +62,82 @@ def publish(place_ptr, chunk, first, second, third, tag, PTX: tl.constexpr):
 
 
 @triton.jit
-def _words_of(place_ptr, half, tag, chunks: tl.constexpr, PTX: tl.constexpr):
-    """One half of a place's words: three [32] int32, 0 beyond the chunks, and 1 where one is not there yet."""
-    lane = tl.arange(0, 32) + half * 32
-    pointers = place_ptr + 2 * lane
+def all_words(place_ptr, tag, chunks: tl.constexpr, PTX: tl.constexpr):
+    """All payloads of a place, once every chunk is published: three [32] int32, 0 beyond the chunks, twice.
+
+    One warp waits and tells the others: what every warp reads, every warp waits for. All of the program's
+    own stores to the place are seen.
+    """
+    lane = tl.arange(0, 32)
+    inside = lane < chunks
+    inside2 = lane + 32 < chunks
     if PTX:
-        first, second, third, tags = tl.inline_asm_elementwise(
+        first, second, third, first2, second2, third2 = tl.inline_asm_elementwise(
             """{
-            .reg .b64 low, high; .reg .b128 word;
-            ld.relaxed.gpu.global.b128 word, [$4];
-            mov.b128 {low, high}, word;
-            mov.b64 {$0, $1}, low;
-            mov.b64 {$2, $3}, high;
+            .reg .pred others, near, far, late, late2; .reg .b32 thread, box, tag; .reg .b32 word<4>, word2_<4>;
+            .reg .b64 low, high; .reg .b128 all;
+            .shared .align 16 .b8 words[1024];
+            bar.sync 0;
+            mov.u32 thread, %tid.x;
+            shl.b32 box, thread, 4;
+            and.b32 box, box, 511;
+            mov.u32 tag, words;
+            add.u32 box, box, tag;
+            setp.ge.u32 others, thread, 32;
+            setp.ne.u32 near, $8, 0;
+            setp.ne.u32 far, $9, 0;
+            @others bra TOLD;
+            WAIT:
+            ld.relaxed.gpu.global.b128 all, [$6];
+            mov.b128 {low, high}, all;
+            mov.b64 {word0, word1}, low;
+            mov.b64 {word2, word3}, high;
+            ld.relaxed.gpu.global.b128 all, [$6 + 512];
+            mov.b128 {low, high}, all;
+            mov.b64 {word2_0, word2_1}, low;
+            mov.b64 {word2_2, word2_3}, high;
+            setp.ne.and.u32 late, word3, $7, near;
+            setp.ne.and.u32 late2, word2_3, $7, far;
+            or.pred late, late, late2;
+            vote.sync.any.pred late, late, 0xffffffff;
+            @late bra WAIT;
+            st.shared.v4.b32 [box], {word0, word1, word2, word3};
+            st.shared.v4.b32 [box + 512], {word2_0, word2_1, word2_2, word2_3};
+            TOLD:
+            bar.sync 0;
+            ld.shared.v4.b32 {$0, $1, $2, tag}, [box];
+            ld.shared.v4.b32 {$3, $4, $5, tag}, [box + 512];
             }""",
-            "=r,=r,=r,=r,l",
-            [pointers.to(tl.int64)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            "=&r,=&r,=&r,=&r,=&r,=&r,l,r,r,r",
+            [(place_ptr + 2 * lane).to(tl.int64), tag, inside.to(tl.int32), inside2.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=False,
             pack=1,
         )
     else:
-        high = tl.load(pointers + 1, volatile=True)
-        low = tl.load(pointers, volatile=True)
-        first, second, third, tags = (
-            low.to(tl.int32),
-            (low >> 32).to(tl.int32),
-            (high >> 32).to(tl.int32),
-            high.to(tl.int32),
-        )
-    inside = lane < chunks
-    late = tl.where(inside & (tags != tag), 1, 0)
-    return tl.where(inside, first, 0), tl.where(inside, second, 0), tl.where(inside, third, 0), late
+        tl.debug_barrier()
+        first, second, third, late = _halves_of(place_ptr, lane, tag, inside)
+        first2, second2, third2, late2 = _halves_of(place_ptr, lane + 32, tag, inside2)
+        while tl.max(late | late2, 0) == 1:
+            first, second, third, late = _halves_of(place_ptr, lane, tag, inside)
+            first2, second2, third2, late2 = _halves_of(place_ptr, lane + 32, tag, inside2)
+    return (
+        tl.where(inside, first, 0),
+        tl.where(inside, second, 0),
+        tl.where(inside, third, 0),
+        tl.where(inside2, first2, 0),
+        tl.where(inside2, second2, 0),
+        tl.where(inside2, third2, 0),
+    )
 
 
 @triton.jit
-def all_words(place_ptr, tag, chunks: tl.constexpr, SHARED: tl.constexpr, PTX: tl.constexpr):
-    """All payloads of a place, once every chunk is published: three [32] int32, 0 beyond the chunks, twice.
-
-    Of at most 32 chunks the second half is the first again.
-    """
-    first, second, third, late = _words_of(place_ptr, 0, tag, chunks, PTX)
-    first2, second2, third2 = first, second, third
-    if chunks > 32:
-        first2, second2, third2, late2 = _words_of(place_ptr, 1, tag, chunks, PTX)
-        late = late | late2
-    if SHARED:
-        while tl.max(late, 0) == 1:
-            first, second, third, late = _words_of(place_ptr, 0, tag, chunks, PTX)
-            if chunks > 32:
-                first2, second2, third2, late2 = _words_of(place_ptr, 1, tag, chunks, PTX)
-                late = late | late2
-    return first, second, third, first2, second2, third2
+def _halves_of(place_ptr, chunk, tag, inside):
+    """Some chunks' words in two loads, and 1 where one is not there yet; the half with the tag first."""
+    high = tl.load(place_ptr + 2 * chunk + 1, volatile=True)
+    low = tl.load(place_ptr + 2 * chunk, volatile=True)
+    late = tl.where(inside & (high.to(tl.int32) != tag), 1, 0)
+    return low.to(tl.int32), (low >> 32).to(tl.int32), (high >> 32).to(tl.int32), late
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def _listed_ids(place, tag, count, chunks: tl.constexpr, PTX: tl.constexpr):
     lane = tl.arange(0, 32)
     ids = tl.zeros([32], tl.int64)
     ids2 = ids
-    all_words(place, tag, chunks, SHARED=True, PTX=PTX)
+    all_words(place, tag, chunks, PTX)
     late = 1
     while late == 1:
         ids = tl.load(list_of(place) + lane, mask=lane < count, other=0, volatile=True)

@@ -106,7 +106,6 @@ def _verify_tree_kernel(
     PROBS: tl.constexpr,
     FILTERS: tl.constexpr,  # 0: none; 1: sequential order; 2: joint order
     SHIFT: tl.constexpr,  # low bits that carry nothing in an ordered key of these rows' dtype
-    SHARED: tl.constexpr,  # more than one program per request: the grid is (programs, B), programs <= chunks
     PTX: tl.constexpr,  # an NVIDIA device
 ):
     rank = tl.program_id(0)
@@ -208,9 +207,7 @@ def _verify_tree_kernel(
             if (guess >= 0) & (used < cap):
                 line = tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1)
                 prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
-        if not SHARED:
-            tl.debug_barrier()  # this program's own stores
-        tops, sums, rests, tops2, sums2, rests2 = all_words(place, tag, chunks, SHARED, PTX)
+        tops, sums, rests, tops2, sums2, rests2 = all_words(place, tag, chunks, PTX)
         keys = keys_of(tops, 0, chunks)
         both_keys = keys
         if TWO:
@@ -285,7 +282,9 @@ def _verify_tree_kernel(
                     last_top = top
                     chunk_key = tl.where(lane == last_chunk, keys, -0x80000000)
                     if TWO:
-                        chunk_key = tl.maximum(chunk_key, tl.where(lane + 32 == last_chunk, keys2, -0x80000000))
+                        chunk_key = tl.maximum(
+                            chunk_key, tl.where(lane + 32 == last_chunk, keys2, -0x80000000)
+                        )
                     chunk_top = unordered(tl.max(chunk_key, 0))
             if chosen >= 0:
                 if rank == 0:
@@ -426,7 +425,6 @@ def verify_tree(
         PROBS=temperature is None,
         FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
         SHIFT=unit_shift(torch.float32 if bias is not None else rows.dtype),
-        SHARED=programs > 1,
         PTX=not INTERPRETED and torch.version.hip is None,
         num_warps=launch.warps_per_program(chunk),
         maxnreg=launch.REGISTERS,
