@@ -24,9 +24,9 @@ __all__ = [
 
 
 @triton.jit
-def word(bits, tag):
-    """32 bits of payload over 32 bits of tag."""
-    return (bits.to(tl.int64) << 32) | (tag.to(tl.int64) & 0xFFFFFFFF)
+def word(high, low):
+    """Two times 32 bits."""
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def publish(place_ptr, chunk, first, second, third, tag, PTX: tl.constexpr):
         )
     else:
         tl.store(place_ptr + 2 * chunk, word(second, first))
-        tl.store(place_ptr + 2 * chunk + 1, word(third, tag))
+        tl.store(place_ptr + 2 * chunk + 1, word(tag, third))
 
 
 @triton.jit
@@ -136,8 +136,8 @@ def _halves_of(place_ptr, chunk, tag, inside):
     """Some chunks' words in two loads, and 1 where one is not there yet; the half with the tag first."""
     high = tl.load(place_ptr + 2 * chunk + 1, volatile=True)
     low = tl.load(place_ptr + 2 * chunk, volatile=True)
-    late = tl.where(inside & (high.to(tl.int32) != tag), 1, 0)
-    return low.to(tl.int32), (low >> 32).to(tl.int32), (high >> 32).to(tl.int32), late
+    late = tl.where(inside & ((high >> 32).to(tl.int32) != tag), 1, 0)
+    return low.to(tl.int32), (low >> 32).to(tl.int32), high.to(tl.int32), late
 
 
 @triton.jit
