@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.row_chunks import chunk_mass, maximum_key, opaque, opaque_float, total, unordered, unusable
+from treeconv.kernels.row_chunks import chunk_mass, maximum_key, opaque, total, unordered, unusable
 from treeconv.kernels.sibling_lists import without
 
 __all__ = ["EMPTY_KEY", "INF_KEY", "NAN_KEY", "chunk_triple"]
@@ -45,7 +45,8 @@ def chunk_triple(
         top = unordered(key)
         if greedy:  # the lowest index of the maximum; -1 where there is NaN
             index = opaque(start, PTX) + tl.arange(0, CHUNK)
-            mass = opaque_float(mass, PTX)
+            # Opaque, or NaN would be looked for in the row's dtype, and each chunk kept in both.
+            mass = opaque(mass.to(tl.int32, bitcast=True), PTX).to(tl.float32, bitcast=True)
             lowest = tl.min(tl.where(mass == top, index, tl.where(mass == mass, _BIG, -1)), 0)
             bad = tl.where(lowest < 0, 2, tl.where(top == float("inf"), 1, 0))
             chunk_sum = lowest.to(tl.float32, bitcast=True)

@@ -1,8 +1,8 @@
 """How the programs of a request tell each other what they summed: *Co-operation* in :mod:`.verify_tree`.
 
 Device functions only. A *place* is ``[192]`` int64. It holds a word of 128 bits for each of at most 64
-chunks, three payloads of 32 bits (for a row its maximum as an ordered key, its sum, and its sum without the
-children) beside a tag; then, of 64 bits each, the ids of a short list. Words are read as two halves of a
+chunks: three payloads of 32 bits (of a row its maximum as an ordered key, its sum, and its sum without the
+children) and a tag; behind them 64 ids of a short list, each over a tag. Words are read as two halves of a
 warp's 32 lanes, so that no reduction over them leaves a warp.
 """
 
@@ -31,9 +31,9 @@ def word(high, low):
 
 @triton.jit
 def publish(place_ptr, chunk, first, second, third, tag, PTX: tl.constexpr):
-    """Store a chunk's three payloads, int32 or float32, and their tag, in one store: seen all or none.
+    """Store a chunk's three payloads, int32 or float32, and their tag, seen all or none.
 
-    Without ``PTX`` it is two, and whoever sees the second sees the first (as on an x86 host).
+    Without ``PTX`` in two stores: whoever sees the second, the tag's, sees the first, as on an x86 host.
     """
     first = first.to(tl.int32, bitcast=True)
     second = second.to(tl.int32, bitcast=True)
@@ -62,82 +62,89 @@ def publish(place_ptr, chunk, first, second, third, tag, PTX: tl.constexpr):
 
 
 @triton.jit
-def all_words(place_ptr, tag, chunks: tl.constexpr, PTX: tl.constexpr):
-    """All payloads of a place, once every chunk is published: three [32] int32, 0 beyond the chunks, twice.
+def _settled(place_ptr, tag, near, far):
+    """Both halves of a place's payloads, six [32] int32, once all words but those switched off are there.
 
-    One warp waits and tells the others: what every warp reads, every warp waits for. All of the program's
-    own stores to the place are seen.
+    One warp polls, and hands them on through shared memory: words that every warp of every program reads
+    come late to all of them. The first barrier is for who still reads what was handed on last.
     """
-    lane = tl.arange(0, 32)
-    inside = lane < chunks
-    inside2 = lane + 32 < chunks
-    if PTX:
-        first, second, third, first2, second2, third2 = tl.inline_asm_elementwise(
-            """{
-            .reg .pred others, near, far, late, late2; .reg .b32 thread, box, tag; .reg .b32 word<4>, word2_<4>;
-            .reg .b64 low, high; .reg .b128 all;
-            .shared .align 16 .b8 words[1024];
-            bar.sync 0;
-            mov.u32 thread, %tid.x;
-            shl.b32 box, thread, 4;
-            and.b32 box, box, 511;
-            mov.u32 tag, words;
-            add.u32 box, box, tag;
-            setp.ge.u32 others, thread, 32;
-            setp.ne.u32 near, $8, 0;
-            setp.ne.u32 far, $9, 0;
-            @others bra TOLD;
-            WAIT:
-            ld.relaxed.gpu.global.b128 all, [$6];
-            mov.b128 {low, high}, all;
-            mov.b64 {word0, word1}, low;
-            mov.b64 {word2, word3}, high;
-            ld.relaxed.gpu.global.b128 all, [$6 + 512];
-            mov.b128 {low, high}, all;
-            mov.b64 {word2_0, word2_1}, low;
-            mov.b64 {word2_2, word2_3}, high;
-            setp.ne.and.u32 late, word3, $7, near;
-            setp.ne.and.u32 late2, word2_3, $7, far;
-            or.pred late, late, late2;
-            vote.sync.any.pred late, late, 0xffffffff;
-            @late bra WAIT;
-            st.shared.v4.b32 [box], {word0, word1, word2, word3};
-            st.shared.v4.b32 [box + 512], {word2_0, word2_1, word2_2, word2_3};
-            TOLD:
-            bar.sync 0;
-            ld.shared.v4.b32 {$0, $1, $2, tag}, [box];
-            ld.shared.v4.b32 {$3, $4, $5, tag}, [box + 512];
-            }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,l,r,r,r",
-            [(place_ptr + 2 * lane).to(tl.int64), tag, inside.to(tl.int32), inside2.to(tl.int32)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.debug_barrier()
-        first, second, third, late = _halves_of(place_ptr, lane, tag, inside)
-        first2, second2, third2, late2 = _halves_of(place_ptr, lane + 32, tag, inside2)
-        while tl.max(late | late2, 0) == 1:
-            first, second, third, late = _halves_of(place_ptr, lane, tag, inside)
-            first2, second2, third2, late2 = _halves_of(place_ptr, lane + 32, tag, inside2)
-    return (
-        tl.where(inside, first, 0),
-        tl.where(inside, second, 0),
-        tl.where(inside, third, 0),
-        tl.where(inside2, first2, 0),
-        tl.where(inside2, second2, 0),
-        tl.where(inside2, third2, 0),
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred listens, near, far, late, late2;
+        .reg .b32 thread, slot, base, a0, a1, a2, a3, b0, b1, b2, b3;
+        .reg .b64 low, high;
+        .reg .b128 word;
+        .shared .align 16 .b8 words[1024];
+        mov.u32 thread, %tid.x;
+        setp.ge.u32 listens, thread, 32;
+        setp.ne.u32 near, $8, 0;
+        setp.ne.u32 far, $9, 0;
+        mov.u32 base, words;
+        and.b32 slot, thread, 31;
+        mad.lo.u32 slot, slot, 16, base;
+        bar.sync 0;
+        @listens bra TOLD;
+        WAIT:
+        ld.relaxed.gpu.global.b128 word, [$6];
+        mov.b128 {low, high}, word;
+        mov.b64 {a0, a1}, low;
+        mov.b64 {a2, a3}, high;
+        ld.relaxed.gpu.global.b128 word, [$6 + 512];
+        mov.b128 {low, high}, word;
+        mov.b64 {b0, b1}, low;
+        mov.b64 {b2, b3}, high;
+        setp.ne.and.u32 late, a3, $7, near;
+        setp.ne.and.u32 late2, b3, $7, far;
+        or.pred late, late, late2;
+        vote.sync.any.pred late, late, 0xffffffff;
+        @late bra WAIT;
+        st.shared.v4.b32 [slot], {a0, a1, a2, a3};
+        st.shared.v4.b32 [slot + 512], {b0, b1, b2, b3};
+        TOLD:
+        bar.sync 0;
+        ld.shared.v4.b32 {$0, $1, $2, a3}, [slot];
+        ld.shared.v4.b32 {$3, $4, $5, b3}, [slot + 512];
+        }""",
+        "=&r,=&r,=&r,=&r,=&r,=&r,l,r,r,r",
+        [(place_ptr + 2 * tl.arange(0, 32)).to(tl.int64), tag, near.to(tl.int32), far.to(tl.int32)],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
     )
 
 
 @triton.jit
-def _halves_of(place_ptr, chunk, tag, inside):
-    """Some chunks' words in two loads, and 1 where one is not there yet; the half with the tag first."""
+def _seen(place_ptr, chunk, tag, inside):
+    """Some words in two loads, the tag's half first: three [32] int32, and 1 where one is not there yet."""
     high = tl.load(place_ptr + 2 * chunk + 1, volatile=True)
     low = tl.load(place_ptr + 2 * chunk, volatile=True)
     late = tl.where(inside & ((high >> 32).to(tl.int32) != tag), 1, 0)
     return low.to(tl.int32), (low >> 32).to(tl.int32), high.to(tl.int32), late
+
+
+@triton.jit
+def all_words(place_ptr, tag, chunks: tl.constexpr, PTX: tl.constexpr):
+    """All payloads of a place, once they are published: three [32] int32 a half, 0 beyond the chunks."""
+    lane = tl.arange(0, 32)
+    near = lane < chunks
+    far = lane + 32 < chunks
+    if PTX:
+        first, second, third, first2, second2, third2 = _settled(place_ptr, tag, near, far)
+    else:
+        tl.debug_barrier()  # this program's own stores
+        first, second, third, late = _seen(place_ptr, lane, tag, near)
+        first2, second2, third2, late2 = _seen(place_ptr, lane + 32, tag, far)
+        while tl.max(late | late2, 0) == 1:
+            first, second, third, late = _seen(place_ptr, lane, tag, near)
+            first2, second2, third2, late2 = _seen(place_ptr, lane + 32, tag, far)
+    return (
+        tl.where(near, first, 0),
+        tl.where(near, second, 0),
+        tl.where(near, third, 0),
+        tl.where(far, first2, 0),
+        tl.where(far, second2, 0),
+        tl.where(far, third2, 0),
+    )
 
 
 @triton.jit

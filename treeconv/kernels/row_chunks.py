@@ -78,15 +78,6 @@ def opaque(value, PTX: tl.constexpr):
 
 
 @triton.jit
-def opaque_float(value, PTX: tl.constexpr):
-    if PTX:
-        value = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return value
-
-
-@triton.jit
 def prefetch(pointers):
     """Ask for the cache lines at ``pointers`` in L2."""
     tl.inline_asm_elementwise(

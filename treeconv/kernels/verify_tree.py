@@ -24,14 +24,14 @@ blocks of 32, and S the row's sum (1 for probabilities). This and ``cumsum(t) > 
 float64, where the product of two float32 is exact: on dyadic probabilities the whole walk is exact.
 
 **Co-operation.** The grid is (programs, B). The programs of a request split the chunks of each row that the
-walk visits. A triple is published as three 64-bit words, each a payload beside a 32-bit
-tag, so that one poll tells that it is there and what it is: no fence, no counter. Tags do not repeat (an
-epoch per request, advanced by the first program at its end; they would after 2^32 rows), so nothing is
-cleared between calls and replays. Rows alternate between two places in scratch: no program writes a place
-before every program of the request has read what it held. All programs take the same decisions from the
-same words; the first one writes the outputs. Progress needs the programs of one request to be co-resident:
+walk visits. A triple is published as one word of 128 bits, with a tag in it, so that one load tells that it
+is there and what it is: no fence, no counter (:mod:`.published_words`). Tags do not repeat (an epoch per
+request, advanced by the first program at its end; they would after 2^32 rows), so nothing is cleared between
+calls and replays. Rows alternate between two places in scratch: no program writes a place before every
+program of the request has read what it held. All programs take the same decisions from the same words; the
+first one writes the outputs. Progress needs the programs of one request to be co-resident:
 :func:`~.launch.programs_per_request` sees to it. Two launches that may overlap in time must not share a
-workspace.
+workspace, and rows must not be written to while a launch reads them.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
 from treeconv.kernels.filter_units import is_kept, unit_shift
 from treeconv.kernels.filtered_rows import decide
-from treeconv.kernels.halves import drawn
+from treeconv.kernels.halves import drawn, greatest
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, place_of, publish
 from treeconv.kernels.row_chunks import (
     chunk_mass,
     chunk_weight,
-    maximum_key,
     prefetch,
     scales,
     unordered,
@@ -163,7 +162,7 @@ def _verify_tree_kernel(
     step = -1
     status = 0
     bonus = 0  # greedy: the argmax of the last row
-    last_chunk = 0  # where the bonus token is, what precedes it there, and the row's maximum
+    last_chunk = 0  # where the bonus token is, what precedes it there, and the row's and its maximum
     last_base = 0.0
     last_top = 0.0
     chunk_top = 0.0
@@ -209,11 +208,8 @@ def _verify_tree_kernel(
                 prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
         tops, sums, rests, tops2, sums2, rests2 = all_words(place, tag, chunks, PTX)
         keys = keys_of(tops, 0, chunks)
-        both_keys = keys
-        if TWO:
-            keys2 = keys_of(tops2, 1, chunks)
-            both_keys = tl.maximum(keys, keys2)
-        top_key = tl.max(both_keys, 0)
+        keys2 = keys_of(tops2, 1, chunks)
+        top_key = greatest(keys, keys2, TWO)
         if (top_key >= INF_KEY) | (top_key == EMPTY_KEY):
             status = tl.where(top_key == NAN_KEY, 1, tl.where(top_key == INF_KEY, 2, 3))
             active = 0
@@ -280,12 +276,9 @@ def _verify_tree_kernel(
                         last_chunk = tl.where(filtered, cut_chunk, last_chunk)
                         last_base = tl.where(filtered, cut_base, last_base)
                     last_top = top
-                    chunk_key = tl.where(lane == last_chunk, keys, -0x80000000)
-                    if TWO:
-                        chunk_key = tl.maximum(
-                            chunk_key, tl.where(lane + 32 == last_chunk, keys2, -0x80000000)
-                        )
-                    chunk_top = unordered(tl.max(chunk_key, 0))
+                    last_key = tl.where(lane == last_chunk, keys, EMPTY_KEY)
+                    last_key2 = tl.where(lane + 32 == last_chunk, keys2, EMPTY_KEY)
+                    chunk_top = unordered(greatest(last_key, last_key2, TWO))
             if chosen >= 0:
                 if rank == 0:
                     tl.store(predicts_ptr + node, tl.load(candidates_ptr + chosen).to(tl.int32))
