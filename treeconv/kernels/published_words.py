@@ -75,14 +75,15 @@ def _settled(place_ptr, tag, near, far):
         .reg .b64 low, high;
         .reg .b128 word;
         .shared .align 16 .b8 words[1024];
+        bar.sync 0;
         mov.u32 thread, %tid.x;
+        shl.b32 slot, thread, 4;
+        and.b32 slot, slot, 511;
+        mov.u32 base, words;
+        add.u32 slot, slot, base;
         setp.ge.u32 listens, thread, 32;
         setp.ne.u32 near, $8, 0;
         setp.ne.u32 far, $9, 0;
-        mov.u32 base, words;
-        and.b32 slot, thread, 31;
-        mad.lo.u32 slot, slot, 16, base;
-        bar.sync 0;
         @listens bra TOLD;
         WAIT:
         ld.relaxed.gpu.global.b128 word, [$6];
