@@ -18,6 +18,7 @@ from treeconv.kernels.launch import (
     Workspace,
     chunk_size,
     programs_per_request,
+    speaks_ptx,
 )
 from treeconv.kernels.verify_tree import INTERPRETED, verify_tree
 from treeconv.processors import bitmask_words
@@ -282,9 +283,8 @@ class TritonBackend:
     @staticmethod
     def programs_for(B: int, V: int, device: torch.device) -> int:
         """How many programs share a request in a call of these shapes on ``device``."""
-        if INTERPRETED:  # programs run one after another: none may wait for another
-            return 1
-        if torch.version.hip is not None:  # pragma: no cover - co-residency was reasoned out for CUDA only
+        # The interpreter runs programs one after another; how they wait elsewhere was reasoned out in PTX.
+        if INTERPRETED or not speaks_ptx(device):
             return 1
         return programs_per_request(B, V, torch.cuda.get_device_properties(device).multi_processor_count)
 

@@ -26,11 +26,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treeconv.kernels.chunk_reductions import chunk_count, chunk_total
 from treeconv.kernels.cut_rests import searched_rest
 from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.halves import before_each, greatest, least, summed
 from treeconv.kernels.published_words import all_words, as_float, place_of, publish
-from treeconv.kernels.row_chunks import total, unordered
+from treeconv.kernels.row_chunks import unordered
 from treeconv.kernels.row_values import fetch, read, values
 from treeconv.kernels.short_lists import SHORT_LIST, cut_of_list, kth_unit, publish_list, ties_kept
 from treeconv.kernels.sibling_lists import without
@@ -84,9 +85,16 @@ def _chunk_unit(units, units2, chunk, TWO: tl.constexpr):
 
 
 @triton.jit
+def _counted_above(unit, low, high, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
+    """How many of a chunk's tokens are above each of two thresholds, in 16 bits each."""
+    above = tl.where(unit > low, 1, 0) + tl.where(unit > high, 1 << 16, 0)
+    return chunk_count(above, THREADS, VEC, PTX)
+
+
+@triton.jit
 def _publish_counts(
     row, place, tag, rank, programs, V, units, units2, thresholds, chunks: tl.constexpr, CHUNK: tl.constexpr,
-    VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+    THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish how many tokens each chunk has above six rising thresholds, two counts a word."""
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
@@ -99,9 +107,9 @@ def _publish_counts(
             index = chunk * CHUNK + tl.arange(0, CHUNK)
             x = values(fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
             unit = unit_of(x, SHIFT)
-            n0 = tl.sum(tl.where(unit > t0, 1, 0) + tl.where(unit > t1, 1 << 16, 0), 0)
-            n1 = tl.sum(tl.where(unit > t2, 1, 0) + tl.where(unit > t3, 1 << 16, 0), 0)
-            n2 = tl.sum(tl.where(unit > t4, 1, 0) + tl.where(unit > t5, 1 << 16, 0), 0)
+            n0 = _counted_above(unit, t0, t1, THREADS, VEC, PTX)
+            n1 = _counted_above(unit, t2, t3, THREADS, VEC, PTX)
+            n2 = _counted_above(unit, t4, t5, THREADS, VEC, PTX)
         publish(place, chunk, n0, n1, n2, tag, PTX)
 
 
@@ -129,16 +137,17 @@ def _publish_masses(
             unit = unit_of(x, SHIFT)
             mass = mass_of(x, top, before, after, rate, PROBS, PTX)
             above = tl.where(unit > t0, mass, 0.0)
-            m0 = total(above, THREADS, VEC)
+            m0 = chunk_total(above, THREADS, VEC, PTX)
             if last:
-                count = tl.sum(tl.where(unit > t0, 1, tl.where(unit == t0, 1 << 16, 0)), 0)
+                counted = tl.where(unit > t0, 1, tl.where(unit == t0, 1 << 16, 0))
+                count = chunk_count(counted, THREADS, VEC, PTX)
                 above, _ = without(
                     above, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
                 )
-                m1 = total(above, THREADS, VEC)
+                m1 = chunk_total(above, THREADS, VEC, PTX)
             else:
-                m1 = total(tl.where(unit > t1, mass, 0.0), THREADS, VEC)
-                m2 = total(tl.where(unit > t2, mass, 0.0), THREADS, VEC)
+                m1 = chunk_total(tl.where(unit > t1, mass, 0.0), THREADS, VEC, PTX)
+                m2 = chunk_total(tl.where(unit > t2, mass, 0.0), THREADS, VEC, PTX)
         publish(place, chunk, m0, m1, tl.where(last, count, m2.to(tl.int32, bitcast=True)), tag, PTX)
 
 
@@ -261,7 +270,7 @@ def find_cut(
                 t5 = _even(low, high, 5, 6, turn, SHIFT, PROBS)
             _publish_counts(
                 row, place, tag, rank, programs, V, units, units2, (t0, t1, t2, t3, t4, t5), chunks, CHUNK,
-                VEC, SHIFT, PROBS, PTX,
+                THREADS, VEC, SHIFT, PROBS, PTX,
             )  # fmt: skip
             first, second, third, first2, second2, third2 = all_words(place, tag, chunks, PTX)
             low, high, counts, counts2 = _counted(

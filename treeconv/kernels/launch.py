@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
@@ -16,6 +18,7 @@ __all__ = [
     "Workspace",
     "chunk_size",
     "programs_per_request",
+    "speaks_ptx",
     "vector_size",
     "warps_per_program",
 ]
@@ -46,6 +49,14 @@ def vector_size(rows: torch.Tensor) -> int:
     """Elements Triton loads at once: 16 bytes where it can prove the alignment, else one."""
     numbers = (rows.shape[2], rows.stride(0), rows.stride(1), rows.data_ptr())
     return 16 // rows.element_size() if all(number % 16 == 0 for number in numbers) else 1
+
+
+@functools.lru_cache
+def speaks_ptx(device: torch.device) -> bool:
+    """Whether a kernel for this device may use PTX of sm_80; for a CPU, where it is only compiled, it may."""
+    if torch.version.hip is not None:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def programs_per_request(B: int, V: int, multiprocessors: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treeconv.kernels.chunk_reductions import block_greatest
 from treeconv.kernels.row_values import read
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "prefetch",
     "scales",
     "slow_mass",
-    "total",
     "unordered",
     "unusable",
 ]
@@ -54,17 +54,11 @@ def _exp2(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def total(x, THREADS: tl.constexpr, VEC: tl.constexpr):
-    """Sum of a chunk: along each thread's vectors, over its vectors, then across threads."""
-    x = tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
-    return tl.sum(tl.sum(tl.sum(x, 2), 0), 0)
-
-
-@triton.jit
-def maximum_key(x, THREADS: tl.constexpr, VEC: tl.constexpr):
+def maximum_key(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """Maximum of a chunk, NaN aside, as an ordered key: integers reduce across a warp in one instruction."""
     x = tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
-    return tl.max(ordered(tl.max(tl.max(x, 2), 0) + 0.0), 0)  # -0.0 and 0.0 are a tie: one key
+    key = ordered(tl.max(tl.max(x, 2), 0) + 0.0)  # -0.0 and 0.0 are a tie: one key
+    return block_greatest(key, THREADS, PTX)
 
 
 @triton.jit

@@ -44,6 +44,7 @@ import triton.language as tl
 
 from treeconv.kernels import launch
 from treeconv.kernels.child_tests import NEVER, first_accepted
+from treeconv.kernels.chunk_reductions import chunk_greatest, chunk_least
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
 from treeconv.kernels.filter_units import is_kept, unit_shift
 from treeconv.kernels.filtered_rows import decide
@@ -105,7 +106,7 @@ def _verify_tree_kernel(
     PROBS: tl.constexpr,
     FILTERS: tl.constexpr,  # 0: none; 1: sequential order; 2: joint order
     SHIFT: tl.constexpr,  # low bits that carry nothing in an ordered key of these rows' dtype
-    PTX: tl.constexpr,  # an NVIDIA device
+    PTX: tl.constexpr,  # an NVIDIA device, sm_80 or newer
 ):
     rank = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -309,9 +310,10 @@ def _verify_tree_kernel(
                 )
             goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
             prefix = last_base.to(tl.float64) + tl.cumsum(mass, 0).to(tl.float64) * weight
-            bonus = tl.min(tl.where((mass > 0.0) & (prefix > goal), index, _BIG), 0)
+            found = tl.where((mass > 0.0) & (prefix > goal), index, _BIG)
+            bonus = chunk_least(found, THREADS, VEC, PTX)
             if bonus == _BIG:
-                bonus = tl.max(tl.where(mass > 0.0, index, 0), 0)
+                bonus = chunk_greatest(tl.where(mass > 0.0, index, 0), THREADS, VEC, PTX)
         if status == 0:
             tl.store(predicts_ptr + node, bonus)
         else:
@@ -418,7 +420,7 @@ def verify_tree(
         PROBS=temperature is None,
         FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
         SHIFT=unit_shift(torch.float32 if bias is not None else rows.dtype),
-        PTX=not INTERPRETED and torch.version.hip is None,
+        PTX=not INTERPRETED and launch.speaks_ptx(rows.device),
         num_warps=launch.warps_per_program(chunk),
         maxnreg=launch.REGISTERS,
         enable_fp_fusion=True,  # Triton's default until 3.10, and what the figures were measured with
