@@ -53,7 +53,7 @@ for case in sys.argv[1:]:
 
     class Rows:
         shape, dtype, stride = (B, N, V), rows.dtype, staticmethod(lambda axis: (N * V, V, 1)[axis])
-        data_ptr, element_size = staticmethod(lambda: 0), rows.element_size
+        data_ptr, element_size, device = staticmethod(lambda: 0), rows.element_size, rows.device
 
     def of(kind, *shape):
         return torch.zeros(shape, dtype=kind)

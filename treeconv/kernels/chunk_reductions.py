@@ -1,7 +1,7 @@
 """A chunk to one number: along each thread's vectors, over its vectors, then over the program's threads.
 
-Device functions only. Across four warps Triton reduces in two trips through shared memory, with three barriers.
-With ``PTX`` it is one trip here: each warp's number is stored, and every thread reads all four.
+Device functions only. Across warps Triton reduces in two trips through shared memory, with three barriers.
+With ``PTX`` it is one trip: each warp's number is stored, and every thread reads all four.
 """
 
 from __future__ import annotations
