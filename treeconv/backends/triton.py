@@ -231,10 +231,9 @@ class TritonBackend:
                 raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
         if programs is None:
             programs = self.programs_for(B, V, device)
-        elif INTERPRETED and programs > 1:
-            raise InvalidArgument(
-                f"programs={programs}, but must be 1 in the interpreter: it runs one at a time"
-            )
+        elif programs > 1 and (INTERPRETED or not speaks_ptx(device)):
+            where = "in the interpreter: it runs one at a time" if INTERPRETED else "without PTX of sm_80"
+            raise InvalidArgument(f"programs={programs}, but must be 1 {where}")
         elif not 1 <= programs <= -(-V // chunk_size(V)):
             raise InvalidArgument(
                 f"programs={programs}, but must be in [1, {-(-V // chunk_size(V))}], the chunks of a row"
