@@ -7,10 +7,10 @@ no code with the backends.
 import numpy as np
 import torch
 from registry import planting
+from remembered import row_status, target_probs
 
 from treeconv.backends.base import BackendTraits
 from treeconv.filters import Cuts
-from treeconv.sampling import row_status, target_probs
 from treeconv.tree import RowStatus, VerifyOutput
 
 

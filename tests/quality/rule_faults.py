@@ -9,11 +9,12 @@ from functools import partial
 import numpy as np
 import torch
 from registry import planting
+from remembered import row_status, target_probs
 
 from treeconv.backends.base import BackendTraits
 from treeconv.filters import Cuts
 from treeconv.rules import RULES, Rule
-from treeconv.sampling import filtered_probs, row_status, target_probs
+from treeconv.sampling import filtered_probs
 from treeconv.tree import RowStatus, VerifyOutput
 
 
