@@ -1,8 +1,10 @@
 """Right samplers under every law that applies to them, as long as there is time: not one alarm is allowed.
 
-Adds to docs/no_false_alarms.json, with a new seed for each 200 cases, and writes docs/no_false_alarms.md.
+Each case is judged on all samplers that its law is about, at the price of one (`tests/quality/together.py`).
+Adds to docs/no_false_alarms.json, with a new seed for each job of a law, and writes docs/no_false_alarms.md.
+May be killed at any time: what is lost are the jobs that were running, a minute's work.
 
-    python ci/no_false_alarms.py --seconds 3600      # the least tried pairs first
+    python ci/no_false_alarms.py --seconds 3600      # the least tried laws first
     python ci/no_false_alarms.py --render            # the table alone
 
 A law's default is 200 cases; a hundred times that, for each sampler and law, is the aim.
@@ -12,33 +14,49 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import time
-from collections import defaultdict
+import traceback
+from collections import Counter, defaultdict
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels run on the CPU
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "quality"), str(ROOT / "tests")]
 
+import together  # noqa: E402
+from hypothesis import given, seed  # noqa: E402
+from hypothesis.strategies import just  # noqa: E402
 from right_samplers import RIGHT  # noqa: E402
 
 from treeconv.backends.registry import get_backend  # noqa: E402
+from treeconv.errors import LawBroken  # noqa: E402
 from treeconv.laws import BACKEND_LAWS, law_named, why_not  # noqa: E402
-from treeconv.suite import DEFAULT_MAX_EXAMPLES, check_law  # noqa: E402
+from treeconv.shrink import shrink  # noqa: E402
+from treeconv.strategies import cases_for  # noqa: E402
+from treeconv.suite import DEFAULT_MAX_EXAMPLES, failure_text, suite_settings, with_settings  # noqa: E402
+
+if TYPE_CHECKING:
+    from treeconv.case import VerifyCase
+    from treeconv.laws import Law
 
 RESULTS, TABLE = ROOT / "docs" / "no_false_alarms.json", ROOT / "docs" / "no_false_alarms.md"
 OURS = ("reference", "eager", "triton")
 AIM = 100 * DEFAULT_MAX_EXAMPLES
-FEW = 10  # cases at a time for a sampler in an interpreter
+LONGEST = 40  # seconds after which a job's further cases are left to the next one
+SLOW_EVERY = 100  # a slow sampler's share of the cases: one in so many
+FEW = 10  # cases of a job for slow samplers alone
 BANDED = ("logits", "wide", "chains", "batches", "filtered_logits", "filtered_wide")
 HEAD = """# No false alarms
 
 Right samplers, ours and odd ones (`tests/quality/right_samplers.py`), under every law that applies to them:
 {cases} cases, {decisions} decisions, **{alarms} alarms**. The aim is {aim} cases for each of {pairs} pairs of
-sampler and law; {reached} pairs have reached it so far. Made by `ci/no_false_alarms.py`, which adds to it.
+sampler and law; {reached} pairs have reached it so far. A case counts once for each sampler judged on it. Few
+cases are for slow pairs: `triton`, which runs in its interpreter here, and `filter_faults.Pivot` under
+`filters-wide`. Made by `ci/no_false_alarms.py`, which adds to it.
 
 """
 
@@ -47,6 +65,8 @@ BAND = """## The ambiguity band
 The share of the coin space in which float32 may rightly decide either way: each boundary's band, weighted by
 how often its node is met; over 200 generated cases. Dyadic laws have none.
 """
+
+Counts = dict[str, dict[str, list[int]]]  # sampler -> law -> cases, decisions, alarms, jobs
 
 
 def known_as(made: type) -> str:
@@ -64,26 +84,93 @@ def sampler_names() -> list[str]:
     return [*OURS, *map(known_as, RIGHT)]
 
 
-def judged(job: tuple[str, str, int]) -> tuple[str, str, int, int, str]:
-    """Some cases of one law on one sampler."""
+def is_slow(name: str, law: str) -> bool:
+    """Whether a case takes it seconds: in an interpreter, or comparing thousands of tokens pairwise."""
+    return name == "triton" or (name, law) == ("filter_faults.Pivot", "filters-wide")
+
+
+class Job(NamedTuple):
+    """Some cases of one law.
+
+    Args:
+        law: its name.
+
+        seed: that no job of this law had before.
+
+        samplers: who is judged.
+
+        cases: how many at most.
+
+        slow_every: slow samplers are judged on one case in so many.
+    """
+
+    law: str
+    seed: int
+    samplers: tuple[str, ...]
+    cases: int
+    slow_every: int
+
+
+class Found(NamedTuple):
+    """What came of a job: sampler -> its cases and decisions; sampler -> what its failure says."""
+
+    job: Job
+    cases: Counter[str]
+    decisions: Counter[str]
+    alarms: dict[str, str]
+    seconds: float
+
+
+def judged(job: Job) -> Found:
+    """Cases of one law, each on all its samplers; who is flagged sits out the rest of the job."""
     import torch  # noqa: PLC0415
 
     torch.set_num_threads(1)
-    name, law, seed = job
-    count = FEW if name in ("triton", "filter_faults.Pivot") else DEFAULT_MAX_EXAMPLES
-    outcome = check_law(law_named(law), sampler_named(name), max_examples=count, seed=f"long {seed}")  # type: ignore[arg-type]
-    return name, law, outcome.cases, outcome.decisions, str(outcome.broken or "")
+    law, drawn, started = law_named(job.law), 0, time.monotonic()
+    samplers: Any = {name: sampler_named(name) for name in job.samplers}
+    for name, sampler in samplers.items():
+        sampler.name = name.replace(".", ":")  # as `treeconv replay` loads it
+    cases: Counter[str] = Counter()
+    decisions: Counter[str] = Counter()
+    alarms: dict[str, str] = {}
+
+    def judge(case: VerifyCase) -> None:
+        nonlocal drawn
+        drawn += 1
+        if time.monotonic() - started > LONGEST:
+            return
+        asked = {
+            sampler: name
+            for name, sampler in samplers.items()
+            if name not in alarms and not (is_slow(name, law.name) and drawn % job.slow_every)
+        }
+        for sampler, count, error in together.judged(law, case, list(asked)):
+            name = asked[sampler]
+            cases[name] += 1
+            decisions[name] += count
+            if error is not None:
+                alarms[name] = alarm(law, case, sampler, error)
+
+    with_settings(given(case=cases_for(law.cases))(judge), law.name, job.cases, f"together {job.seed}")()
+    return Found(job, cases, decisions, alarms, time.monotonic() - started)
+
+
+def alarm(law: Law, case: VerifyCase, sampler: Any, error: Exception) -> str:
+    """What a person reads; the case, as small as a minute makes it, is saved for a replay."""
+    if not isinstance(error, LawBroken):
+        text = f"crashed: {law.name}\n" + "".join(traceback.format_exception(error))
+        return failure_text(LawBroken(text, law=law.name, backend=sampler.name, case=case))
+    ends = time.monotonic() + 60
+    return failure_text(
+        shrink(error, lambda smaller: law.run(smaller, sampler), should_stop=lambda: time.monotonic() > ends)
+    )
 
 
 def band_shares(cases: int = 200) -> dict[str, list[float]]:
     """Law -> mean and largest share of the coin space that float32 may decide either way."""
-    from hypothesis import given, seed  # noqa: PLC0415
-    from hypothesis.strategies import just  # noqa: PLC0415
     from test_oracle import ambiguous_share  # noqa: PLC0415
 
     from treeconv.judge import target_rows  # noqa: PLC0415
-    from treeconv.strategies import cases_for  # noqa: PLC0415
-    from treeconv.suite import suite_settings  # noqa: PLC0415
 
     shares: dict[str, list[float]] = {}
     for kind in BANDED:
@@ -101,20 +188,74 @@ def band_shares(cases: int = 200) -> dict[str, list[float]]:
     return {law.name: shares[law.cases] for law in BACKEND_LAWS if law.cases in shares}
 
 
-def load() -> dict[str, dict[str, list[int]]]:
-    """Sampler -> law -> cases, decisions, alarms, calls so far."""
-    stored = json.loads(RESULTS.read_text())["judged"] if RESULTS.exists() else {}
-    return defaultdict(dict, stored)
-
-
-def pairs() -> list[tuple[str, str]]:
-    """All samplers and laws that apply to them."""
-    return [
-        (name, law.name)
+def pairs() -> dict[str, list[str]]:
+    """Law -> the samplers that it applies to."""
+    return {
+        law.name: [
+            name
+            for name in sampler_names()
+            if why_not(law, sampler_named(name)) is None  # type: ignore[arg-type]
+        ]
         for law in BACKEND_LAWS
-        for name in sampler_names()
-        if why_not(law, sampler_named(name)) is None  # type: ignore[arg-type]
-    ]
+    }
+
+
+class Board:
+    """The counts on disk, and which job is next.
+
+    A law's seeds are handed out in turn and never again, whatever became of their jobs: no case counts twice.
+    """
+
+    def __init__(self) -> None:
+        stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        self.counts: Counts = defaultdict(dict, stored.get("judged", {}))
+        self.seeds: dict[str, int] = defaultdict(int, stored.get("seeds", {}))
+        self.shares = band_shares()
+        self.pairs = pairs()
+        self.running: Counter[str] = Counter()  # law -> cases
+
+    def cases_of(self, name: str, law: str) -> int:
+        """Cases judged of a pair so far."""
+        return self.counts.get(name, {}).get(law, [0])[0]
+
+    def next_job(self, slow_every: int) -> Job | None:
+        """Of the least tried law, on all samplers that are short of the aim; slow ones alone come last."""
+        waiting = []
+        for law, names in self.pairs.items():
+            due = [name for name in names if self.cases_of(name, law) < AIM]
+            quick = [name for name in due if not is_slow(name, law)]
+            tried = min((self.cases_of(name, law) for name in quick or due), default=AIM)
+            tried += self.running[law]
+            if due and (tried < AIM or not quick):
+                waiting.append((not quick, tried, law, due))
+        if not waiting:
+            return None
+        only_slow, _, law, due = min(waiting, key=lambda job: job[:2])
+        self.seeds[law] += 1
+        self.running[law] += FEW if only_slow else DEFAULT_MAX_EXAMPLES
+        if only_slow:
+            return Job(law, self.seeds[law], tuple(due), FEW, 1)
+        return Job(law, self.seeds[law], tuple(due), DEFAULT_MAX_EXAMPLES, slow_every)
+
+    def add(self, found: Found) -> None:
+        """Count a job that has ended."""
+        law = found.job.law
+        self.running[law] -= found.job.cases
+        for name, cases in found.cases.items():
+            before = self.counts[name].get(law, [0, 0, 0, 0])
+            more = (cases, found.decisions[name], name in found.alarms, 1)
+            self.counts[name][law] = [old + new for old, new in zip(before, more, strict=True)]
+
+    def save(self) -> None:
+        """Write the counts, a sampler a line, atomically."""
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(laws)}" for name, laws in self.counts.items())
+        count = sum(map(len, self.pairs.values()))
+        part = RESULTS.with_suffix(".part")
+        part.write_text(
+            f'{{"pairs": {count}, "band": {json.dumps(self.shares)},\n "seeds": {json.dumps(self.seeds)},\n'
+            f' "judged": {{\n{lines}}}}}\n'
+        )
+        part.replace(RESULTS)
 
 
 def render() -> str:
@@ -142,43 +283,50 @@ def render() -> str:
     return f"{head}{table}\n\n{BAND}\n{band}\n"
 
 
-def save(results: dict[str, dict[str, list[int]]], shares: dict[str, list[float]]) -> None:
-    """Write the counts, a sampler a line, atomically."""
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(laws)}" for name, laws in results.items())
-    part = RESULTS.with_suffix(".part")
-    part.write_text(f'{{"pairs": {len(pairs())}, "band": {json.dumps(shares)},\n "judged": {{\n{lines}}}}}\n')
-    part.replace(RESULTS)
+def progress(board: Board, found: Found) -> str:
+    """What a job did, and how far all are."""
+    every = [counts[0] for laws in board.counts.values() for counts in laws.values()]
+    cases = sum(found.cases.values())
+    return (
+        f"{found.job.law}: {max(found.cases.values(), default=0)} cases on {len(found.cases)} samplers in"
+        f" {found.seconds:.0f} s, {cases / found.seconds:.0f} a second; {sum(every):,} in all,"
+        f" {sum(count >= AIM for count in every)} pairs there"
+    )
 
 
 def main() -> int:
-    """Judge the least tried pairs until the time is up; 1 if any right sampler was flagged."""
+    """Judge the least tried laws until the time is up; 1 if any right sampler was flagged."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--slow-every", type=int, default=SLOW_EVERY)
     parser.add_argument("--render", action="store_true")
     options = parser.parse_args()
     if options.render:
         TABLE.write_text(render())
         return 0
-    results, shares = load(), band_shares()
+    board = Board()
     ends = time.monotonic() + options.seconds
     alarms = 0
-    with multiprocessing.Pool(options.jobs) as pool:
-        while time.monotonic() < ends:
-            known = {pair: results.get(pair[0], {}).get(pair[1], [0, 0, 0, 0]) for pair in pairs()}
-            due = [pair for pair in sorted(known, key=lambda pair: known[pair][3]) if known[pair][0] < AIM]
-            if not due:
+    with ProcessPoolExecutor(options.jobs) as pool:
+        running: set[Future[Found]] = set()
+        while True:
+            while len(running) < options.jobs and time.monotonic() < ends:
+                job = board.next_job(options.slow_every)
+                if job is None:
+                    break
+                running.add(pool.submit(judged, job))
+            board.save()  # the seeds are spent
+            if not running:
                 break
-            jobs = [(*pair, known[pair][3]) for pair in due[: 10 * options.jobs]]
-            for name, law, cases, decisions, broken in pool.imap_unordered(judged, jobs):
-                before = known[name, law]
-                counts = [before[0] + cases, before[1] + decisions, before[2] + bool(broken), before[3] + 1]
-                results[name][law] = counts
-                if broken:
-                    alarms += 1
-                    print(f"false alarm on {name}:\n{broken}", flush=True)
-            save(results, shares)
-            print(f"{sum(c[0] for laws in results.values() for c in laws.values()):,} cases", flush=True)
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                found = future.result()
+                board.add(found)
+                alarms += len(found.alarms)
+                for name, text in found.alarms.items():
+                    print(f"false alarm on {name}:\n{text}", flush=True)
+                print(progress(board, found), flush=True)
     TABLE.write_text(render())
     return int(alarms > 0)
 

@@ -29,9 +29,9 @@ def row_status(row: NDArray[np.floating[Any]], *, is_probs: bool = False) -> Row
 
         is_probs: the row holds probabilities: a negative one counts as NaN, no mass as EMPTY.
     """
-    if np.isnan(row).any() or (is_probs and (row < 0).any()):
+    peak = row.max()  # NaN if any is
+    if np.isnan(peak) or (is_probs and row.min() < 0):
         return RowStatus.NAN
-    peak = row.max()
     if peak == np.inf:
         return RowStatus.POS_INF
     return RowStatus.EMPTY if peak == (0 if is_probs else -np.inf) else RowStatus.OK

@@ -11,9 +11,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 from registry import planting
+from remembered import row_status, target_probs
 
 from treeconv.backends.base import BackendTraits
-from treeconv.sampling import row_status, target_probs
 from treeconv.tree import RowStatus, VerifyOutput
 
 FAULTS, fault = planting()

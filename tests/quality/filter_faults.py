@@ -7,10 +7,10 @@ no code with the backends.
 import numpy as np
 import torch
 from registry import planting
+from remembered import row_status, target_probs
 
 from treeconv.backends.base import BackendTraits
 from treeconv.filters import Cuts
-from treeconv.sampling import row_status, target_probs
 from treeconv.tree import RowStatus, VerifyOutput
 
 
@@ -49,7 +49,9 @@ class FilterSampler:
 
     def walk(self, request, batch, rows, coins, cap):
         tokens = batch.candidates[request].tolist()
-        first, sibling = batch.retrieve_next_token[request], batch.retrieve_next_sibling[request]
+        first = batch.retrieve_next_token[request].tolist()
+        sibling = batch.retrieve_next_sibling[request].tolist()
+        accept = coins.accept[request].numpy()
         path = [0]
         while True:
             node = path[-1]
@@ -58,16 +60,16 @@ class FilterSampler:
                 return [], [], status
             tested, drawn = self.laws(request, rows[node])
             residual, acc, accepted, last = drawn.copy(), np.float32(0), -1, -1
-            child = int(first[node]) if len(path) < cap else -1
+            child = first[node] if len(path) < cap else -1
             while child != -1:
                 mass = tested[tokens[child]]
                 acc += mass
                 last = child if mass > 0 else last
-                if mass > 0 and coins.accept[request, node] < acc:
+                if mass > 0 and accept[node] < acc:
                     accepted = child
                     break
                 residual[tokens[child]] = 0
-                child = int(sibling[child])
+                child = sibling[child]
             if accepted == -1 and not residual.any():
                 accepted = last
             if accepted == -1:

@@ -35,13 +35,15 @@ class Processing:
     def take(self, batch, logits, processors):
         """What a call was handed, before its walks."""
         self.batch, self.given = batch, processors
-        self.parents = [self.parents_of(request) for request in range(batch.batch_size)]
+        self.parents = {}  # request -> node -> its parent
         self.raw = logits.float().numpy()
 
     def walk(self, request, batch, rows, *rest):
         return super().walk(request, batch, _Rows(self, request, rows), *rest)
 
     def parents_of(self, request):
+        if request in self.parents:
+            return self.parents[request]
         first, sibling = (
             pointers[request].tolist()
             for pointers in (self.batch.retrieve_next_token, self.batch.retrieve_next_sibling)
@@ -52,6 +54,7 @@ class Processing:
             while child != -1:
                 parents[child] = node
                 child = sibling[child]
+        self.parents[request] = parents
         return parents
 
     def processed(self, request, node, row):
@@ -70,18 +73,18 @@ class Processing:
     # what was seen
 
     def path(self, request, node):
-        nodes = []
+        nodes, parents = [], self.parents_of(request)
         while node != -1:
             nodes.append(node)
-            node = self.parents[request].get(node, -1)
+            node = parents.get(node, -1)
         return nodes[::-1]
 
     def tokens(self, request, nodes):
-        return self.batch.candidates[request, nodes].tolist()
+        tokens = self.batch.candidates[request].tolist()
+        return [tokens[node] for node in nodes]
 
     def committed(self, request):
-        committed = self.given.penalties.committed_tokens[request]
-        return committed[committed >= 0].tolist()
+        return [token for token in self.given.penalties.committed_tokens[request].tolist() if token >= 0]
 
     def seen(self, request, node):
         return self.committed(request) + self.tokens(request, self.path(request, node))
@@ -351,7 +354,7 @@ class RootsMaskForAll(ProcessorSampler):
 @fault("masks")
 class MaskOfTheParent(ProcessorSampler):  # off by one level
     def words(self, request, node):
-        return super().words(request, max(0, self.parents[request][node]))
+        return super().words(request, max(0, self.parents_of(request)[node]))
 
 
 @fault("masks")

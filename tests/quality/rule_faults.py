@@ -9,11 +9,12 @@ from functools import partial
 import numpy as np
 import torch
 from registry import planting
+from remembered import row_status, target_probs
 
 from treeconv.backends.base import BackendTraits
 from treeconv.filters import Cuts
 from treeconv.rules import RULES, Rule
-from treeconv.sampling import filtered_probs, row_status, target_probs
+from treeconv.sampling import filtered_probs
 from treeconv.tree import RowStatus, VerifyOutput
 
 
@@ -65,7 +66,8 @@ class RuleSampler:
 
     def walk(self, request, batch, rows, law, coins, cap):
         tokens = batch.candidates[request].tolist()
-        first, sibling = batch.retrieve_next_token[request], batch.retrieve_next_sibling[request]
+        first = batch.retrieve_next_token[request].tolist()
+        sibling = batch.retrieve_next_sibling[request].tolist()
         accept, final = coins.accept[request].numpy(), coins.final[request].numpy()
         path = [0]
         while True:
@@ -73,10 +75,10 @@ class RuleSampler:
             status, p = law(request, rows[node])
             if status is not RowStatus.OK:
                 return [], [], status
-            children, child = [], int(first[node]) if len(path) < cap else -1
+            children, child = [], first[node] if len(path) < cap else -1
             while child != -1:
                 children.append(child)
-                child = int(sibling[child])
+                child = sibling[child]
             drafted = [tokens[child] for child in children]
             q = self.draft_law(request, node) if self.rule.draft_probs is not None else None
             place, bonus = self.step(node, p, q, children, drafted, accept, final)
