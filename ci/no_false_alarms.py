@@ -162,14 +162,10 @@ def alarm(law: Law, case: VerifyCase, sampler: Any, error: Exception) -> str:
     if not isinstance(error, LawBroken):
         text = f"crashed: {law.name}\n" + "".join(traceback.format_exception(error))
         return failure_text(LawBroken(text, law=law.name, backend=sampler.name, case=case))
-
-    def run(smaller: VerifyCase) -> None:
-        for _, _, again in together.judged(law, smaller, [sampler]):
-            if isinstance(again, LawBroken):
-                raise again
-
     ends = time.monotonic() + 60
-    return failure_text(shrink(error, run, should_stop=lambda: time.monotonic() > ends))
+    return failure_text(
+        shrink(error, lambda smaller: law.run(smaller, sampler), should_stop=lambda: time.monotonic() > ends)
+    )
 
 
 def band_shares(cases: int = 200) -> dict[str, list[float]]:

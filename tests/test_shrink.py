@@ -112,3 +112,12 @@ def test_a_boundary_stays_when_what_came_before_it_goes():
     (least,) = shrunk(VerifyCase((request,), kind="probs"), condition, values=True).requests
     assert len(least.tree) == 2
     assert np.allclose(least.rows[0].sum(), 1)
+
+
+def test_a_crash_on_a_smaller_case_loses_nothing():
+    def condition(subject):
+        if len(subject.requests) == 1:
+            raise ZeroDivisionError
+        return True
+
+    assert len(shrunk(case(), condition).requests) == 2

@@ -50,6 +50,8 @@ def shrink(
             run(case)
         except LawBroken as still:
             error, smaller = still, _smaller(case, values=values)
+        except Exception:  # noqa: BLE001, S112  (a crash is no smaller failure, and must not lose the one there is)
+            continue
     return error
 
 
