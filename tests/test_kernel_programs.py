@@ -26,9 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import concurrent_programs
 from concurrent_programs import programs_a_request
 
+from treeconv.backends import triton as backend
 from treeconv.backends.triton import TritonBackend
 from treeconv.convert import to_verify_input
 from treeconv.filters import Cuts, Filters
+from treeconv.kernels import launch
 from treeconv.tree import Coins, DraftTree
 
 OUTPUTS = ("accept_index", "accept_token_num", "predicts", "status")
@@ -87,3 +89,13 @@ def test_a_wait_without_end_is_found(monkeypatch):
     batch, logits, coins = call(np.random.default_rng(0), 2100, torch.float32, 0.0)
     with programs_a_request(monkeypatch, 3), pytest.raises(TimeoutError, match="3 programs a request wait"):
         TritonBackend().verify(batch, logits, torch.ones(2), coins, 4)
+
+
+def test_only_where_programs_can_wait_do_they_share_a_request(monkeypatch):
+    for hip, capability, can in ((None, (9, 0), True), (None, (7, 5), False), ("6.4", (9, 0), False)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, answer=capability: answer)
+        assert launch.speaks_ptx.__wrapped__(torch.device("cuda", 0)) is can
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    monkeypatch.setattr(backend, "speaks_ptx", lambda _: False)
+    assert TritonBackend.programs_for(1, 163840, torch.device("cuda", 0)) == 1

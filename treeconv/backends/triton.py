@@ -232,8 +232,10 @@ class TritonBackend:
         if programs is None:
             programs = self.programs_for(B, V, device)
         elif programs > 1 and (INTERPRETED or not speaks_ptx(device)):
-            where = "in the interpreter: it runs one at a time" if INTERPRETED else "without PTX of sm_80"
-            raise InvalidArgument(f"programs={programs}, but must be 1 {where}")
+            why = f"on {device}: programs wait for each other on NVIDIA devices of sm_80 and newer alone"
+            if INTERPRETED:
+                why = "in the interpreter: it runs one at a time"
+            raise InvalidArgument(f"programs={programs}, but must be 1 {why}")
         elif not 1 <= programs <= -(-V // chunk_size(V)):
             raise InvalidArgument(
                 f"programs={programs}, but must be in [1, {-(-V // chunk_size(V))}], the chunks of a row"

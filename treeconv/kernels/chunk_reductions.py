@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["block_greatest", "chunk_count", "chunk_greatest", "chunk_least", "chunk_total"]
+__all__ = ["block_greatest", "by_vector", "chunk_count", "chunk_greatest", "chunk_least", "chunk_total"]
 
 _WARPS = tl.constexpr(4)
 
@@ -77,14 +77,15 @@ def block_greatest(x, THREADS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _by_vector(x, THREADS: tl.constexpr, VEC: tl.constexpr):
+def by_vector(x, THREADS: tl.constexpr, VEC: tl.constexpr):
+    """A chunk as ``[vectors of a thread, THREADS, VEC]``, the way it lies in registers."""
     return tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
 
 
 @triton.jit
 def chunk_total(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The sum of float32 masses."""
-    x = tl.sum(tl.sum(_by_vector(x, THREADS, VEC), 2), 0)
+    x = tl.sum(tl.sum(by_vector(x, THREADS, VEC), 2), 0)
     if PTX and THREADS == 32 * _WARPS:
         bits = _across(x.to(tl.int32, bitcast=True), _MEET_SUM, _TELL_SUM)
         total = bits.to(tl.float32, bitcast=True)
@@ -96,7 +97,7 @@ def chunk_total(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def chunk_count(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The sum of int32 counts."""
-    x = tl.sum(tl.sum(_by_vector(x, THREADS, VEC), 2), 0)
+    x = tl.sum(tl.sum(by_vector(x, THREADS, VEC), 2), 0)
     if PTX and THREADS == 32 * _WARPS:
         count = _across(x, _MEET_COUNT, _TELL_COUNT)
     else:
@@ -107,13 +108,13 @@ def chunk_count(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def chunk_greatest(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The maximum of int32 numbers."""
-    return block_greatest(tl.max(tl.max(_by_vector(x, THREADS, VEC), 2), 0), THREADS, PTX)
+    return block_greatest(tl.max(tl.max(by_vector(x, THREADS, VEC), 2), 0), THREADS, PTX)
 
 
 @triton.jit
 def chunk_least(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The minimum of int32 numbers."""
-    x = tl.min(tl.min(_by_vector(x, THREADS, VEC), 2), 0)
+    x = tl.min(tl.min(by_vector(x, THREADS, VEC), 2), 0)
     if PTX and THREADS == 32 * _WARPS:
         least = _across(x, _MEET_MIN, _TELL_MIN)
     else:

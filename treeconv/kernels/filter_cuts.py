@@ -96,7 +96,7 @@ def _publish_counts(
     row, place, tag, rank, programs, V, units, units2, thresholds, chunks: tl.constexpr, CHUNK: tl.constexpr,
     THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Publish how many tokens each chunk has above six rising thresholds, two counts a word."""
+    """Publish how many tokens each chunk has above six rising thresholds, two counts a payload."""
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     t0, t1, t2, t3, t4, t5 = thresholds
     for chunk in range(rank, chunks, programs):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.chunk_reductions import block_greatest
+from treeconv.kernels.chunk_reductions import block_greatest, by_vector
 from treeconv.kernels.row_values import read
 
 __all__ = [
@@ -56,8 +56,7 @@ def _exp2(x, PTX: tl.constexpr):
 @triton.jit
 def maximum_key(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """Maximum of a chunk, NaN aside, as an ordered key: integers reduce across a warp in one instruction."""
-    x = tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
-    key = ordered(tl.max(tl.max(x, 2), 0) + 0.0)  # -0.0 and 0.0 are a tie: one key
+    key = ordered(tl.max(tl.max(by_vector(x, THREADS, VEC), 2), 0) + 0.0)  # -0.0 and 0.0 are a tie: one key
     return block_greatest(key, THREADS, PTX)
 
 

@@ -163,7 +163,9 @@ def _verify_tree_kernel(
     step = -1
     status = 0
     bonus = 0  # greedy: the argmax of the last row
-    last_chunk = 0  # where the bonus token is, what precedes it there, and the row's and its maximum
+    last_chunk = (
+        0  # where the bonus token is, what precedes it there, and the maxima of the row and the chunk
+    )
     last_base = 0.0
     last_top = 0.0
     chunk_top = 0.0
