@@ -1,7 +1,8 @@
 """A chunk to one number: along each thread's vectors, over its vectors, then over the program's threads.
 
 Device functions only. Across warps Triton reduces in two trips through shared memory, with three barriers.
-With ``PTX`` it is one trip: each warp's number is stored, and every thread reads all four.
+With ``PTX`` it is one trip, for up to four numbers at once: each warp's are stored, and every thread reads
+those of all four warps. Numbers that make the trip together are the same, bit for bit, as each alone.
 """
 
 from __future__ import annotations
@@ -9,71 +10,169 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["block_greatest", "by_vector", "chunk_count", "chunk_greatest", "chunk_least", "chunk_total"]
+__all__ = [
+    "block_greatest",
+    "by_vector",
+    "chunk_count",
+    "chunk_counts",
+    "chunk_greatest",
+    "chunk_least",
+    "chunk_total",
+    "chunk_totals",
+    "chunk_totals_and_count",
+    "thread_greatest",
+    "thread_total",
+    "warp_greatest",
+    "warp_numbers",
+]
 
 _WARPS = tl.constexpr(4)
 
-# The first barrier is for who still reads the numbers of the last reduction here.
-_MEET = """{{
+
+def _over_lanes(name: str, kind: str) -> str:
+    """PTX: a number of each of a warp's lanes to one: a "sum" of float32, or "add", "max", "min" of int32."""
+    if kind != "sum":
+        return f"redux.sync.{kind}.s32 {name}, {name}, 0xffffffff;"
+    return "".join(
+        f"shfl.sync.bfly.b32 other, {name}, {lanes}, 31, 0xffffffff; add.f32 {name}, {name}, other;"
+        for lanes in (16, 8, 4, 2, 1)
+    )
+
+
+def _meet(*kinds: str) -> str:
+    """PTX: one to four numbers a thread, from $1 on, to one a warp, 16 bytes a warp at the address after them.
+
+    A kind is as for :func:`_over_lanes`, or empty where the lanes agree. The first barrier is for who still
+    reads what was left here last.
+    """
+    names = "abcd"[: len(kinds)]
+    moves = " ".join(f"mov.b32 {name}, ${place};" for place, name in enumerate(names, start=1))
+    within = " ".join(_over_lanes(name, kind) for name, kind in zip(names, kinds, strict=True) if kind)
+    return f"""{{
     .reg .pred first;
-    .reg .b32 thread, lane, slot;
-    .reg .b32 mine, other;
-    bar.sync 0;
+    .reg .b32 thread, lane, slot, other, a, b, c, d;
+    {moves}
     {within}
     mov.u32 thread, %tid.x;
     and.b32 lane, thread, 31;
     setp.eq.u32 first, lane, 0;
     shr.u32 slot, thread, 5;
-    mad.lo.u32 slot, slot, 4, $2;
-    @first st.shared.b32 [slot], mine;
+    mad.lo.u32 slot, slot, 16, ${len(kinds) + 1};
+    bar.sync 0;
+    @first st.shared.v4.b32 [slot], {{a, b, c, d}};
     bar.sync 0;
     mov.u32 $0, 0;
 }}"""
-_TELL = """{{
-    .reg .b32 a, b, c, d;
-    ld.shared.v4.b32 {{a, b, c, d}}, [$1];
-    {op} a, a, c;
-    {op} b, b, d;
-    {op} $0, a, b;
-}}"""
-_SHUFFLES = "mov.b32 mine, $1;" + "".join(
-    f" shfl.sync.bfly.b32 other, mine, {lanes}, 31, 0xffffffff; add.f32 mine, mine, other;"
-    for lanes in (16, 8, 4, 2, 1)
+
+
+def _tell(*kinds: str) -> str:
+    """PTX: what :func:`_meet` left at the address that comes last, over the warps."""
+    text = "{ .reg .b32 " + ", ".join(f"{name}{warp}" for name in "abcd" for warp in range(4)) + ";\n"
+    for warp in range(4):
+        registers = ", ".join(f"{name}{warp}" for name in "abcd")
+        text += f"ld.shared.v4.b32 {{{registers}}}, [${len(kinds)} + {16 * warp}];\n"
+    for place, (name, kind) in enumerate(zip("abcd", kinds, strict=False)):
+        op = "add.f32" if kind == "sum" else f"{kind}.s32"
+        text += f"{op} {name}0, {name}0, {name}2; {op} {name}1, {name}1, {name}3;"
+        text += f"{op} ${place}, {name}0, {name}1;\n"
+    return text + "}"
+
+
+def _both(*kinds: str) -> tuple[tl.constexpr, tl.constexpr]:
+    return tl.constexpr(_meet(*kinds)), tl.constexpr(_tell(*kinds))
+
+
+_MEET_SUM, _TELL_SUM = _both("sum")
+_MEET_COUNT, _TELL_COUNT = _both("add")
+_MEET_MAX, _TELL_MAX = _both("max")
+_MEET_MIN, _TELL_MIN = _both("min")
+_MEET_SUMS, _TELL_SUMS = _both("sum", "sum", "sum")
+_MEET_COUNTS, _TELL_COUNTS = _both("add", "add", "add")
+_MEET_MIXED, _TELL_MIXED = _both("sum", "sum", "add")
+_MEET_WARPS = tl.constexpr(_meet("", "", "sum", "sum"))
+_TELL_WARPS = tl.constexpr(
+    "".join(
+        f"ld.shared.v4.b32 {{{', '.join(f'${place + warp}' for place in (0, 4, 8, 12))}}}, [$16 + {16 * warp}];\n"
+        for warp in range(4)
+    )
 )
-_MEET_SUM = tl.constexpr(_MEET.format(within=_SHUFFLES))
-_TELL_SUM = tl.constexpr(_TELL.format(op="add.f32"))
-_REDUX = "redux.sync.{op}.s32 mine, $1, 0xffffffff;"
-_MEET_COUNT = tl.constexpr(_MEET.format(within=_REDUX.format(op="add")))
-_TELL_COUNT = tl.constexpr(_TELL.format(op="add.s32"))
-_MEET_MAX = tl.constexpr(_MEET.format(within=_REDUX.format(op="max")))
-_TELL_MAX = tl.constexpr(_TELL.format(op="max.s32"))
-_MEET_MIN = tl.constexpr(_MEET.format(within=_REDUX.format(op="min")))
-_TELL_MIN = tl.constexpr(_TELL.format(op="min.s32"))
 
 
 @triton.jit
-def _across(x, MEET: tl.constexpr, TELL: tl.constexpr):
-    """``[THREADS]`` int32, one a thread, to one; each call site has 16 bytes of shared memory of its own."""
-    box = tl.inline_asm_elementwise(
-        "{ .shared .align 16 .b8 box[16]; mov.u32 $0, box; }",
+def _box():
+    """The address of 64 bytes of shared memory, each call site's its own."""
+    return tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b8 box[64]; mov.u32 $0, box; }",
         "=r,r",
         [tl.zeros([], tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _one(x, MEET: tl.constexpr, TELL: tl.constexpr):
+    """``[THREADS]`` int32, one a thread, to one."""
+    box = _box()
     tl.inline_asm_elementwise(MEET, "=r,r,r", [x, box], dtype=tl.int32, is_pure=False, pack=1)
     return tl.inline_asm_elementwise(TELL, "=r,r", [box], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _three(x, y, z, MEET: tl.constexpr, TELL: tl.constexpr):
+    """Three times ``[THREADS]`` int32, one a thread, each to one."""
+    box = _box()
+    tl.inline_asm_elementwise(MEET, "=r,r,r,r,r", [x, y, z, box], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(
+        TELL, "=&r,=&r,=&r,r", [box], dtype=(tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
+    )
 
 
 @triton.jit
 def block_greatest(x, THREADS: tl.constexpr, PTX: tl.constexpr):
     """The maximum of ``[THREADS]`` int32, one a thread."""
     if PTX and THREADS == 32 * _WARPS:
-        most = _across(x, _MEET_MAX, _TELL_MAX)
+        most = _one(x, _MEET_MAX, _TELL_MAX)
     else:
         most = tl.max(x, 0)
     return most
+
+
+@triton.jit
+def warp_greatest(x, THREADS: tl.constexpr, PTX: tl.constexpr):
+    """The maximum over each thread's warp of ``[THREADS]`` int32, one a thread."""
+    if PTX:
+        most = tl.inline_asm_elementwise(
+            "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        most = tl.max(tl.reshape(x, [THREADS // 32, 32]), 1)
+        most = tl.reshape(tl.broadcast_to(most[:, None], [THREADS // 32, 32]), [THREADS])
+    return most
+
+
+@triton.jit
+def warp_numbers(key, shift, x, y):
+    """Every warp's numbers, with PTX for four warps: its key and shift, which its lanes agree on, and its sums.
+
+    All ``[THREADS]``, one a thread: int32, then float32. Returns four keys, shifts, and sums of each kind.
+    """
+    box = _box()
+    tl.inline_asm_elementwise(
+        _MEET_WARPS, "=r,r,f,f,f,r", [key, shift, x, y, box], dtype=tl.int32, is_pure=False, pack=1
+    )
+    return tl.inline_asm_elementwise(
+        _TELL_WARPS,
+        "=&r,=&r,=&r,=&r,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r",
+        [box],
+        dtype=(
+            tl.int32, tl.int32, tl.int32, tl.int32, tl.float32, tl.float32, tl.float32, tl.float32,
+            tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
+        ),
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -83,11 +182,23 @@ def by_vector(x, THREADS: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def thread_total(x, THREADS: tl.constexpr, VEC: tl.constexpr):
+    """A chunk to ``[THREADS]``, the sum of what each thread has."""
+    return tl.sum(tl.sum(by_vector(x, THREADS, VEC), 2), 0)
+
+
+@triton.jit
+def thread_greatest(x, THREADS: tl.constexpr, VEC: tl.constexpr):
+    """A chunk to ``[THREADS]``, the maximum of what each thread has, NaN aside."""
+    return tl.max(tl.max(by_vector(x, THREADS, VEC), 2), 0)
+
+
+@triton.jit
 def chunk_total(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The sum of float32 masses."""
-    x = tl.sum(tl.sum(by_vector(x, THREADS, VEC), 2), 0)
+    x = thread_total(x, THREADS, VEC)
     if PTX and THREADS == 32 * _WARPS:
-        bits = _across(x.to(tl.int32, bitcast=True), _MEET_SUM, _TELL_SUM)
+        bits = _one(x.to(tl.int32, bitcast=True), _MEET_SUM, _TELL_SUM)
         total = bits.to(tl.float32, bitcast=True)
     else:
         total = tl.sum(x, 0)
@@ -95,20 +206,70 @@ def chunk_total(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def chunk_totals(x, y, z, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
+    """Three of :func:`chunk_total`."""
+    if PTX and THREADS == 32 * _WARPS:
+        x = thread_total(x, THREADS, VEC).to(tl.int32, bitcast=True)
+        y = thread_total(y, THREADS, VEC).to(tl.int32, bitcast=True)
+        z = thread_total(z, THREADS, VEC).to(tl.int32, bitcast=True)
+        a, b, c = _three(x, y, z, _MEET_SUMS, _TELL_SUMS)
+        a = a.to(tl.float32, bitcast=True)
+        b = b.to(tl.float32, bitcast=True)
+        c = c.to(tl.float32, bitcast=True)
+    else:
+        a = chunk_total(x, THREADS, VEC, PTX)
+        b = chunk_total(y, THREADS, VEC, PTX)
+        c = chunk_total(z, THREADS, VEC, PTX)
+    return a, b, c
+
+
+@triton.jit
 def chunk_count(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The sum of int32 counts."""
-    x = tl.sum(tl.sum(by_vector(x, THREADS, VEC), 2), 0)
+    x = thread_total(x, THREADS, VEC)
     if PTX and THREADS == 32 * _WARPS:
-        count = _across(x, _MEET_COUNT, _TELL_COUNT)
+        count = _one(x, _MEET_COUNT, _TELL_COUNT)
     else:
         count = tl.sum(x, 0)
     return count
 
 
 @triton.jit
+def chunk_counts(x, y, z, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
+    """Three of :func:`chunk_count`."""
+    if PTX and THREADS == 32 * _WARPS:
+        x = thread_total(x, THREADS, VEC)
+        y = thread_total(y, THREADS, VEC)
+        z = thread_total(z, THREADS, VEC)
+        a, b, c = _three(x, y, z, _MEET_COUNTS, _TELL_COUNTS)
+    else:
+        a = chunk_count(x, THREADS, VEC, PTX)
+        b = chunk_count(y, THREADS, VEC, PTX)
+        c = chunk_count(z, THREADS, VEC, PTX)
+    return a, b, c
+
+
+@triton.jit
+def chunk_totals_and_count(x, y, n, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
+    """Two of :func:`chunk_total` and one of :func:`chunk_count`."""
+    if PTX and THREADS == 32 * _WARPS:
+        x = thread_total(x, THREADS, VEC).to(tl.int32, bitcast=True)
+        y = thread_total(y, THREADS, VEC).to(tl.int32, bitcast=True)
+        n = thread_total(n, THREADS, VEC)
+        a, b, count = _three(x, y, n, _MEET_MIXED, _TELL_MIXED)
+        a = a.to(tl.float32, bitcast=True)
+        b = b.to(tl.float32, bitcast=True)
+    else:
+        a = chunk_total(x, THREADS, VEC, PTX)
+        b = chunk_total(y, THREADS, VEC, PTX)
+        count = chunk_count(n, THREADS, VEC, PTX)
+    return a, b, count
+
+
+@triton.jit
 def chunk_greatest(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The maximum of int32 numbers."""
-    return block_greatest(tl.max(tl.max(by_vector(x, THREADS, VEC), 2), 0), THREADS, PTX)
+    return block_greatest(thread_greatest(x, THREADS, VEC), THREADS, PTX)
 
 
 @triton.jit
@@ -116,7 +277,7 @@ def chunk_least(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The minimum of int32 numbers."""
     x = tl.min(tl.min(by_vector(x, THREADS, VEC), 2), 0)
     if PTX and THREADS == 32 * _WARPS:
-        least = _across(x, _MEET_MIN, _TELL_MIN)
+        least = _one(x, _MEET_MIN, _TELL_MIN)
     else:
         least = tl.min(x, 0)
     return least

@@ -11,18 +11,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.chunk_reductions import block_greatest, by_vector
+from treeconv.kernels.chunk_reductions import block_greatest, thread_greatest
 from treeconv.kernels.row_values import read
 
 __all__ = [
     "chunk_mass",
     "chunk_weight",
+    "exp2",
     "maximum_key",
     "opaque",
     "ordered",
     "prefetch",
     "scales",
     "slow_mass",
+    "thread_key",
     "unordered",
     "unusable",
 ]
@@ -42,7 +44,7 @@ def unordered(key):
 
 
 @triton.jit
-def _exp2(x, PTX: tl.constexpr):
+def exp2(x, PTX: tl.constexpr):
     """2^x; a result below 2^-126 may be flushed to zero."""
     if PTX:
         power = tl.inline_asm_elementwise(
@@ -54,10 +56,15 @@ def _exp2(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def thread_key(x, THREADS: tl.constexpr, VEC: tl.constexpr):
+    """``[THREADS]``: the maximum of what a thread has of a chunk, NaN aside, as an ordered key."""
+    return ordered(thread_greatest(x, THREADS, VEC) + 0.0)  # -0.0 and 0.0 are a tie: one key
+
+
+@triton.jit
 def maximum_key(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """Maximum of a chunk, NaN aside, as an ordered key: integers reduce across a warp in one instruction."""
-    key = ordered(tl.max(tl.max(by_vector(x, THREADS, VEC), 2), 0) + 0.0)  # -0.0 and 0.0 are a tie: one key
-    return block_greatest(key, THREADS, PTX)
+    return block_greatest(thread_key(x, THREADS, VEC), THREADS, PTX)
 
 
 @triton.jit
@@ -97,14 +104,14 @@ def scales(temperature):
 @triton.jit
 def slow_mass(x, top, before, after, rate, PTX: tl.constexpr):
     """``exp((x - top) / T)`` for any T > 0; of the powers of two ``before`` and ``after`` one is 1."""
-    return _exp2(((x * before - top * before) * after) * rate, PTX)
+    return exp2(((x * before - top * before) * after) * rate, PTX)
 
 
 @triton.jit
 def chunk_mass(x, top, before, after, rate, limit, PTX: tl.constexpr):
     """Masses of a chunk relative to its own maximum, see *Arithmetic*."""
     if tl.abs(top) * rate < limit:
-        mass = _exp2(tl.fma(x, rate, -(top * rate)), PTX)
+        mass = exp2(tl.fma(x, rate, -(top * rate)), PTX)
     else:
         mass = slow_mass(x, tl.where(top == float("-inf"), 0.0, top), before, after, rate, PTX)
     return mass
@@ -115,7 +122,7 @@ def chunk_weight(chunk_top, top, before, after, rate, limit, PTX: tl.constexpr):
     """What turns masses from :func:`chunk_mass` into masses relative to the row's maximum ``top``."""
     fast = tl.abs(chunk_top) * rate < limit
     exponent = tl.fma(top + tl.zeros_like(chunk_top), -rate, chunk_top * rate)
-    return tl.where(fast, _exp2(exponent, PTX), slow_mass(chunk_top, top, before, after, rate, PTX))
+    return tl.where(fast, exp2(exponent, PTX), slow_mass(chunk_top, top, before, after, rate, PTX))
 
 
 @triton.jit

@@ -187,17 +187,16 @@ def _verify_tree_kernel(
         place = place_of(words_ptr + 384 * b, step)
         first_index = rank * CHUNK + offsets
         fetched = fetch(row, rank * CHUNK, first_index, V, NO_MASS, VEC)
-        nodes, tokens, rest, left = first_siblings(
-            sibling_ptr, candidates_ptr, follow(child_ptr, node, N), N, V, JUMP
-        )
+        child = follow(child_ptr, node, N)
+        nodes, tokens, rest, left = first_siblings(sibling_ptr, candidates_ptr, child, N, V, JUMP)
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
             mass = values(fetched, row, start + offsets, VEC).to(tl.float32)
             following = (chunk + programs) * CHUNK
             fetched = fetch(row, following, following + offsets, V, NO_MASS, VEC)
             key, chunk_sum, rest_sum = chunk_triple(
-                mass, row, start, V, N, greedy, filtered, before, after, rate, limit, tokens, rest, left,
-                sibling_ptr, candidates_ptr, CHUNK, THREADS, VEC, PROBS, FILTERS, PTX,
+                mass, row, start, V, N, greedy, filtered, before, after, rate, limit, child, tokens, rest,
+                left, sibling_ptr, candidates_ptr, CHUNK, THREADS, VEC, PROBS, FILTERS, PTX,
             )  # fmt: skip
             publish(place, chunk, key, chunk_sum, rest_sum, tag, PTX)
 
