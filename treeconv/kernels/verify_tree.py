@@ -149,17 +149,11 @@ def _verify_tree_kernel(
         if not PROBS:
             filtered = filtered & (temperature != 0.0)
 
-    nothing = tl.full([SLOTS], -1, tl.int32)
-    if rank == 0:  # this program writes the outputs, as the walk goes
-        tl.store(predicts_ptr + slots, nothing, mask=slots < N)
-        for filled in range(0, depth_cap, SLOTS):
-            tl.store(accept_index_ptr + filled + slots, nothing, mask=filled + slots < depth_cap)
-        tl.debug_barrier()
-        tl.store(accept_index_ptr, b * N)
-
     cap = tl.minimum(depth_cap, N)
     node = 0
     used = 1  # accept slots filled, the root's included
+    path = tl.where(slots == 0, 0, -1)  # the nodes in them
+    follows = tl.full([SLOTS], -1, tl.int32)  # of each node the accepted child
     step = -1
     status = 0
     bonus = 0  # greedy: the argmax of the last row
@@ -282,14 +276,14 @@ def _verify_tree_kernel(
                     last_key2 = tl.where(lane + 32 == last_chunk, keys2, EMPTY_KEY)
                     chunk_top = unordered(greatest(last_key, last_key2, TWO))
             if chosen >= 0:
-                if rank == 0:
-                    tl.store(predicts_ptr + node, tl.load(candidates_ptr + chosen).to(tl.int32))
-                    tl.store(accept_index_ptr + used, b * N + chosen)
+                follows = tl.where(slots == node, chosen, follows)
+                path = tl.where(slots == used, chosen, path)
                 node = chosen
                 used += 1
 
-    # 3. the bonus token
-    if rank == 0:
+    # 3. the bonus token and the outputs, by the program that has the bonus's chunk in its cache
+    if rank == tl.where((status == 0) & (greedy == 0), last_chunk % programs, 0):
+        predicted = tl.load(candidates_ptr + follows, mask=follows >= 0, other=-1).to(tl.int32)
         if (status == 0) & (greedy == 0):
             start = last_chunk * CHUNK
             index = start + offsets
@@ -315,12 +309,15 @@ def _verify_tree_kernel(
             bonus = chunk_least(found, THREADS, VEC, PTX)
             if bonus == _BIG:
                 bonus = chunk_greatest(tl.where(mass > 0.0, index, 0), THREADS, VEC, PTX)
-        if status == 0:
-            tl.store(predicts_ptr + node, bonus)
-        else:
-            tl.debug_barrier()
-            tl.store(predicts_ptr + slots, nothing, mask=slots < N)
-            tl.store(accept_index_ptr + slots, nothing, mask=slots < used)
+        predicted = tl.where(slots == node, bonus, predicted)
+        predicted = tl.where(status == 0, predicted, -1)
+        accepted = tl.where(path >= 0, b * N + path, -1)
+        accepted = tl.where(status == 0, accepted, -1)
+        tl.store(predicts_ptr + slots, predicted, mask=slots < N)
+        tl.store(accept_index_ptr + slots, accepted, mask=slots < depth_cap)
+        for filled in range(SLOTS, depth_cap, SLOTS):
+            nothing = tl.full([SLOTS], -1, tl.int32)
+            tl.store(accept_index_ptr + filled + slots, nothing, mask=filled + slots < depth_cap)
         tl.store(accept_num_ptr + b, tl.where(status == 0, used - 1, 0))
         tl.store(status_ptr + b, status)
         # The next epoch; all programs of the request have read this one, since all have published under it.
