@@ -14,12 +14,9 @@ __all__ = [
     "block_greatest",
     "by_vector",
     "chunk_count",
-    "chunk_counts",
     "chunk_greatest",
     "chunk_least",
     "chunk_total",
-    "chunk_totals",
-    "chunk_totals_and_count",
     "thread_greatest",
     "thread_total",
     "warp_greatest",
@@ -86,9 +83,6 @@ _MEET_SUM, _TELL_SUM = _both("sum")
 _MEET_COUNT, _TELL_COUNT = _both("add")
 _MEET_MAX, _TELL_MAX = _both("max")
 _MEET_MIN, _TELL_MIN = _both("min")
-_MEET_SUMS, _TELL_SUMS = _both("sum", "sum", "sum")
-_MEET_COUNTS, _TELL_COUNTS = _both("add", "add", "add")
-_MEET_MIXED, _TELL_MIXED = _both("sum", "sum", "add")
 _MEET_WARPS = tl.constexpr(_meet("", "", "sum", "sum"))
 _TELL_WARPS = tl.constexpr(
     "".join(
@@ -117,16 +111,6 @@ def _one(x, MEET: tl.constexpr, TELL: tl.constexpr):
     box = _box()
     tl.inline_asm_elementwise(MEET, "=r,r,r", [x, box], dtype=tl.int32, is_pure=False, pack=1)
     return tl.inline_asm_elementwise(TELL, "=r,r", [box], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _three(x, y, z, MEET: tl.constexpr, TELL: tl.constexpr):
-    """Three times ``[THREADS]`` int32, one a thread, each to one."""
-    box = _box()
-    tl.inline_asm_elementwise(MEET, "=r,r,r,r,r", [x, y, z, box], dtype=tl.int32, is_pure=False, pack=1)
-    return tl.inline_asm_elementwise(
-        TELL, "=&r,=&r,=&r,r", [box], dtype=(tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -206,24 +190,6 @@ def chunk_total(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def chunk_totals(x, y, z, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
-    """Three of :func:`chunk_total`."""
-    if PTX and THREADS == 32 * _WARPS:
-        x = thread_total(x, THREADS, VEC).to(tl.int32, bitcast=True)
-        y = thread_total(y, THREADS, VEC).to(tl.int32, bitcast=True)
-        z = thread_total(z, THREADS, VEC).to(tl.int32, bitcast=True)
-        a, b, c = _three(x, y, z, _MEET_SUMS, _TELL_SUMS)
-        a = a.to(tl.float32, bitcast=True)
-        b = b.to(tl.float32, bitcast=True)
-        c = c.to(tl.float32, bitcast=True)
-    else:
-        a = chunk_total(x, THREADS, VEC, PTX)
-        b = chunk_total(y, THREADS, VEC, PTX)
-        c = chunk_total(z, THREADS, VEC, PTX)
-    return a, b, c
-
-
-@triton.jit
 def chunk_count(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The sum of int32 counts."""
     x = thread_total(x, THREADS, VEC)
@@ -232,38 +198,6 @@ def chunk_count(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     else:
         count = tl.sum(x, 0)
     return count
-
-
-@triton.jit
-def chunk_counts(x, y, z, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
-    """Three of :func:`chunk_count`."""
-    if PTX and THREADS == 32 * _WARPS:
-        x = thread_total(x, THREADS, VEC)
-        y = thread_total(y, THREADS, VEC)
-        z = thread_total(z, THREADS, VEC)
-        a, b, c = _three(x, y, z, _MEET_COUNTS, _TELL_COUNTS)
-    else:
-        a = chunk_count(x, THREADS, VEC, PTX)
-        b = chunk_count(y, THREADS, VEC, PTX)
-        c = chunk_count(z, THREADS, VEC, PTX)
-    return a, b, c
-
-
-@triton.jit
-def chunk_totals_and_count(x, y, n, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
-    """Two of :func:`chunk_total` and one of :func:`chunk_count`."""
-    if PTX and THREADS == 32 * _WARPS:
-        x = thread_total(x, THREADS, VEC).to(tl.int32, bitcast=True)
-        y = thread_total(y, THREADS, VEC).to(tl.int32, bitcast=True)
-        n = thread_total(n, THREADS, VEC)
-        a, b, count = _three(x, y, n, _MEET_MIXED, _TELL_MIXED)
-        a = a.to(tl.float32, bitcast=True)
-        b = b.to(tl.float32, bitcast=True)
-    else:
-        a = chunk_total(x, THREADS, VEC, PTX)
-        b = chunk_total(y, THREADS, VEC, PTX)
-        count = chunk_count(n, THREADS, VEC, PTX)
-    return a, b, count
 
 
 @triton.jit

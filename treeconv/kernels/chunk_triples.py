@@ -57,8 +57,9 @@ def _at_once(
     sums = thread_total(mass, THREADS, VEC)
     rests = sums
     if not filtered:
-        mass, found = without(mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX)
-        if found == 1:
+        nearest = tl.min(tl.where((tokens >= start) & (tokens < start + CHUNK), tokens, _BIG), 0)
+        if (nearest < _BIG) | (rest >= 0):
+            mass, _ = without(mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX)
             rests = thread_total(mass, THREADS, VEC)
     if PTX:
         k0, k1, k2, k3, h0, h1, h2, h3, s0, s1, s2, s3, r0, r1, r2, r3 = warp_numbers(own, shift, sums, rests)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.chunk_reductions import chunk_counts, chunk_totals, chunk_totals_and_count
+from treeconv.kernels.chunk_reductions import chunk_count, chunk_total
 from treeconv.kernels.cut_rests import searched_rest
 from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.halves import before_each, greatest, least, summed
@@ -85,9 +85,10 @@ def _chunk_unit(units, units2, chunk, TWO: tl.constexpr):
 
 
 @triton.jit
-def _above(unit, low, high):
-    """Which of a chunk's tokens are above each of two thresholds, as counts of 16 bits each."""
-    return tl.where(unit > low, 1, 0) + tl.where(unit > high, 1 << 16, 0)
+def _counted_above(unit, low, high, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
+    """How many of a chunk's tokens are above each of two thresholds, in 16 bits each."""
+    above = tl.where(unit > low, 1, 0) + tl.where(unit > high, 1 << 16, 0)
+    return chunk_count(above, THREADS, VEC, PTX)
 
 
 @triton.jit
@@ -106,9 +107,9 @@ def _publish_counts(
             index = chunk * CHUNK + tl.arange(0, CHUNK)
             x = values(fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
             unit = unit_of(x, SHIFT)
-            n0, n1, n2 = chunk_counts(
-                _above(unit, t0, t1), _above(unit, t2, t3), _above(unit, t4, t5), THREADS, VEC, PTX
-            )
+            n0 = _counted_above(unit, t0, t1, THREADS, VEC, PTX)
+            n1 = _counted_above(unit, t2, t3, THREADS, VEC, PTX)
+            n2 = _counted_above(unit, t4, t5, THREADS, VEC, PTX)
         publish(place, chunk, n0, n1, n2, tag, PTX)
 
 
@@ -136,16 +137,17 @@ def _publish_masses(
             unit = unit_of(x, SHIFT)
             mass = mass_of(x, top, before, after, rate, PROBS, PTX)
             above = tl.where(unit > t0, mass, 0.0)
+            m0 = chunk_total(above, THREADS, VEC, PTX)
             if last:
                 counted = tl.where(unit > t0, 1, tl.where(unit == t0, 1 << 16, 0))
-                others, _ = without(
+                count = chunk_count(counted, THREADS, VEC, PTX)
+                above, _ = without(
                     above, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
                 )
-                m0, m1, count = chunk_totals_and_count(above, others, counted, THREADS, VEC, PTX)
+                m1 = chunk_total(above, THREADS, VEC, PTX)
             else:
-                above1 = tl.where(unit > t1, mass, 0.0)
-                above2 = tl.where(unit > t2, mass, 0.0)
-                m0, m1, m2 = chunk_totals(above, above1, above2, THREADS, VEC, PTX)
+                m1 = chunk_total(tl.where(unit > t1, mass, 0.0), THREADS, VEC, PTX)
+                m2 = chunk_total(tl.where(unit > t2, mass, 0.0), THREADS, VEC, PTX)
         publish(place, chunk, m0, m1, tl.where(last, count, m2.to(tl.int32, bitcast=True)), tag, PTX)
 
 
