@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["fetch", "read", "readable", "values"]
 
+_PAIRED = tl.constexpr(8)  # elements of 16 bits in one load: fetched as pairs, half as many registers in flight
+_NO_BFLOATS = tl.constexpr(-0x7F0080)  # twice -inf
+_NO_HALVES = tl.constexpr(-0x3FF0400)
+
 
 @triton.jit
 def _where_allowed(x, words, index):
@@ -45,7 +49,11 @@ def fetch(row, start, index, V, other, VEC: tl.constexpr):
     ``start`` is a multiple of 32. A thread has ``VEC`` tokens side by side: one word of the mask serves them.
     """
     row_ptr, bias_ptr, mask_ptr = row
-    fetched = (tl.load(row_ptr + index, mask=index < V, other=other),)
+    x = tl.load(row_ptr + index, mask=index < V, other=other)
+    if VEC == _PAIRED:
+        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), [index.shape[0] // 2, 2]))
+        x = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
+    fetched = (x,)
     if bias_ptr is not None:
         fetched += (tl.load(bias_ptr + index, mask=index < V, other=0.0),)
     if mask_ptr is not None:
@@ -57,8 +65,16 @@ def fetch(row, start, index, V, other, VEC: tl.constexpr):
 @triton.jit
 def values(fetched, row, index, VEC: tl.constexpr):
     """The values of tokens that :func:`fetch` asked for, as :func:`read` gives them."""
-    _, bias_ptr, mask_ptr = row
+    row_ptr, bias_ptr, mask_ptr = row
     x = fetched[0]
+    if VEC == _PAIRED:
+        if row_ptr.dtype.element_ty == tl.bfloat16:
+            low = (x << 16).to(tl.float32, bitcast=True)
+            high = (x & -0x10000).to(tl.float32, bitcast=True)
+        else:
+            low = x.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        x = tl.interleave(low, high)
     if bias_ptr is not None:
         x = x.to(tl.float32) + fetched[1]
     if mask_ptr is not None:
