@@ -8,7 +8,6 @@ import torch
 import triton
 
 __all__ = [
-    "JUMP_LIMIT",
     "MAX_BATCH",
     "MAX_CHUNKS",
     "MAX_NODES",
@@ -31,7 +30,6 @@ MAX_CHUNKS = 64  # at most, per row: what every program repeats for a row is twi
 _TOKENS_PER_THREAD = 32
 REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 warps
 WARPS_PER_SM = 16
-JUMP_LIMIT = 64  # N up to which sibling lists are followed through tables in registers
 
 
 def chunk_size(V: int) -> int:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from treeconv.kernels.row_chunks import opaque
 
-__all__ = ["first_siblings", "follow", "siblings", "without"]
+__all__ = ["follow", "siblings", "without"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 
@@ -21,14 +21,6 @@ def follow(pointer, node, N):
     """``pointer[node]``, or -1 where that is no node."""
     target = tl.load(pointer + node)
     return tl.where((target >= 0) & (target < N), target, -1).to(tl.int32)
-
-
-@triton.jit
-def _hop(low, high, nodes):
-    """A table of 64 entries, as two halves of a warp's 32 lanes, at ``nodes``; -1 stays -1."""
-    near = tl.gather(low, nodes & 31, 0)
-    far = tl.gather(high, nodes & 31, 0)
-    return tl.where(nodes >= 0, tl.where(nodes >= 32, far, near), -1)
 
 
 @triton.jit
@@ -55,31 +47,6 @@ def siblings(sibling_ptr, candidates_ptr, child, left, N, V):
         left -= 1
         child = tl.where(left > 0, child, -1)
     return nodes, _tokens_of(nodes, candidates_ptr, V), child, left
-
-
-@triton.jit
-def first_siblings(sibling_ptr, candidates_ptr, child, N, V, JUMP: tl.constexpr):
-    """:func:`siblings` of a whole list; with ``JUMP``, for N <= 64, without waiting for each.
-
-    That is some 550 instructions: worth it once, not wherever a list may be longer than a block.
-    """
-    if JUMP:  # lane k makes k hops by powers of two, over tables that double as it goes
-        lane = tl.arange(0, 32)
-        low = tl.load(sibling_ptr + lane, mask=lane < N, other=-1)
-        high = tl.load(sibling_ptr + 32 + lane, mask=lane + 32 < N, other=-1)
-        low = tl.where((low >= 0) & (low < N), low, -1).to(tl.int32)
-        high = tl.where((high >= 0) & (high < N), high, -1).to(tl.int32)
-        nodes = tl.where(lane < N, child, -1)
-        for bit in tl.static_range(5):
-            nodes = tl.where(((lane >> bit) & 1) == 1, _hop(low, high, nodes), nodes)
-            low, high = _hop(low, high, low), _hop(low, high, high)
-        left = N - 32
-        beyond = tl.max(tl.where(lane == 0, _hop(low, high, nodes), -1), 0)  # 32 hops from the first
-        child = tl.where(left > 0, beyond, -1)
-        tokens = _tokens_of(nodes, candidates_ptr, V)
-    else:
-        nodes, tokens, child, left = siblings(sibling_ptr, candidates_ptr, child, N, N, V)
-    return nodes, tokens, child, left
 
 
 @triton.jit

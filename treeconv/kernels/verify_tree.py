@@ -58,7 +58,8 @@ from treeconv.kernels.row_chunks import (
     unordered,
 )
 from treeconv.kernels.row_values import fetch, read, readable, values
-from treeconv.kernels.sibling_lists import first_siblings, follow, without
+from treeconv.kernels.sibling_lists import without
+from treeconv.kernels.tree_tables import first_child, first_siblings, tree_in_shared_memory
 
 if TYPE_CHECKING:
     from treeconv.filters import Filters
@@ -97,12 +98,11 @@ def _verify_tree_kernel(
     bias_stride_b,
     mask_stride_b,
     mask_stride_n,
-    SLOTS: tl.constexpr,  # power of two >= N
+    SLOTS: tl.constexpr,  # power of two >= N and >= 32
     chunks: tl.constexpr,  # cdiv(V, CHUNK), at most 64
     CHUNK: tl.constexpr,  # tokens
     THREADS: tl.constexpr,  # per program
     VEC: tl.constexpr,  # elements of one load
-    JUMP: tl.constexpr,  # N <= 64: sibling lists by tables in registers
     PROBS: tl.constexpr,
     FILTERS: tl.constexpr,  # 0: none; 1: sequential order; 2: joint order
     SHIFT: tl.constexpr,  # low bits that carry nothing in an ordered key of these rows' dtype
@@ -170,6 +170,7 @@ def _verify_tree_kernel(
     rest = -1
     left = 0
 
+    tree = tree_in_shared_memory(child_ptr, sibling_ptr, candidates_ptr, N, V, SLOTS, PTX)
     active = 1
     while active == 1:
         # 1. publish this program's chunks of the node's row, each fetched while the one before is summed
@@ -181,8 +182,10 @@ def _verify_tree_kernel(
         place = place_of(words_ptr + 384 * b, step)
         first_index = rank * CHUNK + offsets
         fetched = fetch(row, rank * CHUNK, first_index, V, NO_MASS, VEC)
-        child = follow(child_ptr, node, N)
-        nodes, tokens, rest, left = first_siblings(sibling_ptr, candidates_ptr, child, N, V, JUMP)
+        nodes, tokens, rest, left = first_siblings(
+            tree, child_ptr, sibling_ptr, candidates_ptr, node, N, V, SLOTS, PTX
+        )
+        child = first_child(tree, child_ptr, node, N, SLOTS, PTX)
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
             mass = values(fetched, row, start + offsets, VEC).to(tl.float32)
@@ -198,7 +201,7 @@ def _verify_tree_kernel(
         child_x = read(row, tokens, tokens >= 0, NO_MASS)
         coin = tl.load(coins_ptr + node)
         if PTX:  # the likeliest next row, on its way to L2 while waiting
-            guess = follow(child_ptr, node, N)
+            guess = first_child(tree, child_ptr, node, N, SLOTS, PTX)
             if (guess >= 0) & (used < cap):
                 line = tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1)
                 prefetch(rows_ptr + guess.to(tl.int64) * stride_n + line)
@@ -238,7 +241,7 @@ def _verify_tree_kernel(
                 top_p = tl.load(top_p_ptr + b)
                 min_p = tl.load(min_p_ptr + b)
                 hit, last, filtered_sum, cut_chunk, cut_base, cut, cut_id, step = decide(
-                    follow(child_ptr, node, N), child_x, nodes, tokens, rest, left, coin,
+                    first_child(tree, child_ptr, node, N, SLOTS, PTX), child_x, nodes, tokens, rest, left, coin,
                     tl.load(final_ptr + b), used < cap, row, row_sum, tops, sums, tops2, sums2,
                     words_ptr + 384 * b, epoch, step, rank, programs, filtered, top_k, top_p, min_p, greedy,
                     bonus, temperature, top_key, before, after, rate, limit, sibling_ptr, candidates_ptr, N,
@@ -414,7 +417,6 @@ def verify_tree(
         CHUNK=chunk,
         THREADS=32 * launch.warps_per_program(chunk),
         VEC=launch.vector_size(rows),
-        JUMP=N <= launch.JUMP_LIMIT,
         PROBS=temperature is None,
         FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
         SHIFT=unit_shift(torch.float32 if bias is not None else rows.dtype),
