@@ -170,6 +170,8 @@ def _verify_tree_kernel(
     rest = -1
     left = 0
 
+    row = (rows_ptr, bias_ptr, mask_ptr)
+    fetched = fetch(row, rank * CHUNK, rank * CHUNK + offsets, V, NO_MASS, VEC)
     tree = tree_in_shared_memory(child_ptr, sibling_ptr, candidates_ptr, N, V, SLOTS, PTX)
     active = 1
     while active == 1:
@@ -180,8 +182,6 @@ def _verify_tree_kernel(
         if mask_ptr is not None:
             row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
         place = place_of(words_ptr + 384 * b, step)
-        first_index = rank * CHUNK + offsets
-        fetched = fetch(row, rank * CHUNK, first_index, V, NO_MASS, VEC)
         nodes, tokens, rest, left = first_siblings(
             tree, child_ptr, sibling_ptr, candidates_ptr, node, N, V, SLOTS, PTX
         )
@@ -283,6 +283,10 @@ def _verify_tree_kernel(
                 path = tl.where(slots == used, chosen, path)
                 node = chosen
                 used += 1
+                row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
+                if mask_ptr is not None:
+                    row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
+                fetched = fetch(row, rank * CHUNK, rank * CHUNK + offsets, V, NO_MASS, VEC)
 
     # 3. the bonus token and the outputs, by the program that has the bonus's chunk in its cache
     if rank == tl.where((status == 0) & (greedy == 0), last_chunk % programs, 0):
