@@ -25,7 +25,7 @@ from treeconv.kernels.row_chunks import (
     unordered,
     unusable,
 )
-from treeconv.kernels.row_values import fetch, values
+from treeconv.kernels.row_values import whole
 from treeconv.kernels.sibling_lists import siblings, without
 
 __all__ = ["EMPTY_KEY", "INF_KEY", "NAN_KEY", "chunk_triple"]
@@ -90,7 +90,7 @@ def _carefully(
     rest_sum = 0.0
     if bad == 0:
         index = start + tl.arange(0, CHUNK)
-        x = values(fetch(row, start, index, V, float("-inf"), VEC), row, index, VEC).to(tl.float32)
+        x = whole(row, start, V, float("-inf"), CHUNK, VEC)
         mass = chunk_mass(x, unordered(key), before, after, rate, limit, PTX)
         chunk_sum = chunk_total(mass, THREADS, VEC, PTX)
         rest_sum = chunk_sum

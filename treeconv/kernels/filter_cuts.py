@@ -32,7 +32,7 @@ from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.halves import before_each, greatest, least, summed
 from treeconv.kernels.published_words import all_words, as_float, place_of, publish
 from treeconv.kernels.row_chunks import unordered
-from treeconv.kernels.row_values import fetch, read, values
+from treeconv.kernels.row_values import read, whole
 from treeconv.kernels.short_lists import SHORT_LIST, cut_of_list, kth_unit, publish_list, ties_kept
 from treeconv.kernels.sibling_lists import without
 
@@ -105,7 +105,7 @@ def _publish_counts(
         n2 = n0
         if _chunk_unit(units, units2, chunk, chunks > 32) > t0:
             index = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = values(fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
+            x = whole(row, chunk * CHUNK, V, NO_MASS, CHUNK, VEC)
             unit = unit_of(x, SHIFT)
             n0 = _counted_above(unit, t0, t1, THREADS, VEC, PTX)
             n1 = _counted_above(unit, t2, t3, THREADS, VEC, PTX)
@@ -133,7 +133,7 @@ def _publish_masses(
         start = chunk * CHUNK
         if _chunk_unit(units, units2, chunk, chunks > 32) >= t0:
             index = start + tl.arange(0, CHUNK)
-            x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
+            x = whole(row, start, V, NO_MASS, CHUNK, VEC)
             unit = unit_of(x, SHIFT)
             mass = mass_of(x, top, before, after, rate, PROBS, PTX)
             above = tl.where(unit > t0, mass, 0.0)

@@ -18,16 +18,11 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["fetch", "read", "readable", "values"]
+__all__ = ["fetch", "read", "readable", "values", "whole"]
 
 _PAIRED = tl.constexpr(8)  # elements of 16 bits in one load: fetched as pairs, half as many registers in flight
 _NO_BFLOATS = tl.constexpr(-0x7F0080)  # twice -inf
 _NO_HALVES = tl.constexpr(-0x3FF0400)
-
-
-@triton.jit
-def _where_allowed(x, words, index):
-    return tl.where(((words >> (index & 31)) & 1) == 1, x.to(tl.float32), float("-inf"))
 
 
 @triton.jit
@@ -38,33 +33,36 @@ def read(row, index, inside, other):
     if bias_ptr is not None:
         x = x.to(tl.float32) + tl.load(bias_ptr + index, mask=inside, other=0.0)
     if mask_ptr is not None:
-        x = _where_allowed(x, tl.load(mask_ptr + (index >> 5), mask=inside, other=-1), index)
+        words = tl.load(mask_ptr + (index >> 5), mask=inside, other=-1)
+        x = tl.where(((words >> (index & 31)) & 1) == 1, x.to(tl.float32), float("-inf"))
     return x
 
 
 @triton.jit
-def fetch(row, start, index, V, other, VEC: tl.constexpr):
-    """What :func:`values` come from, not waited for, ``other`` from V on; ``index`` is all from ``start``.
+def fetch(row, start, V, other, CHUNK: tl.constexpr, VEC: tl.constexpr):
+    """What :func:`values` of a chunk, from ``start``, come from, not waited for; ``other`` from V on.
 
     ``start`` is a multiple of 32. A thread has ``VEC`` tokens side by side: one word of the mask serves them.
     """
-    row_ptr, bias_ptr, mask_ptr = row
+    row_ptr, _, mask_ptr = row
+    index = start + tl.arange(0, CHUNK)
     x = tl.load(row_ptr + index, mask=index < V, other=other)
     if VEC == _PAIRED:
-        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), [index.shape[0] // 2, 2]))
+        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), [CHUNK // 2, 2]))
         x = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
     fetched = (x,)
-    if bias_ptr is not None:
-        fetched += (tl.load(bias_ptr + index, mask=index < V, other=0.0),)
     if mask_ptr is not None:
-        first = start + tl.arange(0, index.shape[0] // VEC) * VEC
+        first = start + tl.arange(0, CHUNK // VEC) * VEC
         fetched += (tl.load(mask_ptr + (first >> 5), mask=first < V, other=-1),)
     return fetched
 
 
 @triton.jit
-def values(fetched, row, index, VEC: tl.constexpr):
-    """The values of tokens that :func:`fetch` asked for, as :func:`read` gives them."""
+def values(fetched, row, start, V, CHUNK: tl.constexpr, VEC: tl.constexpr):
+    """The values of a chunk that :func:`fetch` asked for, in float32, as :func:`read` gives them.
+
+    The bias is not fetched ahead: with it in flight, more would be kept than there are registers.
+    """
     row_ptr, bias_ptr, mask_ptr = row
     x = fetched[0]
     if VEC == _PAIRED:
@@ -75,12 +73,22 @@ def values(fetched, row, index, VEC: tl.constexpr):
             low = x.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             high = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         x = tl.interleave(low, high)
+    x = x.to(tl.float32)
     if bias_ptr is not None:
-        x = x.to(tl.float32) + fetched[1]
+        index = start + tl.arange(0, CHUNK)
+        x += tl.load(bias_ptr + index, mask=index < V, other=0.0)
     if mask_ptr is not None:
-        words = tl.broadcast_to(fetched[-1][:, None], [index.shape[0] // VEC, VEC])
-        x = _where_allowed(x, tl.reshape(words, [index.shape[0]]), index)
+        first = start + tl.arange(0, CHUNK // VEC) * VEC
+        words = fetched[1] >> (first & 31)  # bit 0 is the first of a thread's tokens
+        allowed = (words[:, None] >> tl.arange(0, VEC)[None, :]) & 1
+        x = tl.where(tl.reshape(allowed, [CHUNK]) == 1, x, float("-inf"))
     return x
+
+
+@triton.jit
+def whole(row, start, V, other, CHUNK: tl.constexpr, VEC: tl.constexpr):
+    """The values of a chunk, in float32, now."""
+    return values(fetch(row, start, V, other, CHUNK, VEC), row, start, V, CHUNK, VEC)
 
 
 def readable(tensor: torch.Tensor | None) -> torch.Tensor | None:

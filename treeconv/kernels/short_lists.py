@@ -13,7 +13,7 @@ import triton.language as tl
 from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.halves import greatest, least, summed
 from treeconv.kernels.published_words import all_words, list_of, publish, word
-from treeconv.kernels.row_values import fetch, read, values
+from treeconv.kernels.row_values import read, whole
 from treeconv.kernels.sibling_lists import siblings
 
 __all__ = ["SHORT_LIST", "cut_of_list", "kth_unit", "publish_list", "ties_kept"]
@@ -71,7 +71,7 @@ def publish_list(
         here = tl.where(lane == chunk, counts, 0)
         if summed(here, tl.where(lane + 32 == chunk, counts2, 0), TWO) > 0:
             index = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = values(fetch(row, chunk * CHUNK, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
+            x = whole(row, chunk * CHUNK, V, NO_MASS, CHUNK, VEC)
             listed = tl.where(unit_of(x, SHIFT) >= lowest, 1, 0)
             earlier = tl.where(lane < chunk, counts, 0)
             first = summed(earlier, tl.where(lane + 32 < chunk, counts2, 0), TWO)

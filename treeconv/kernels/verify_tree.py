@@ -57,7 +57,7 @@ from treeconv.kernels.row_chunks import (
     scales,
     unordered,
 )
-from treeconv.kernels.row_values import fetch, read, readable, values
+from treeconv.kernels.row_values import fetch, read, readable, values, whole
 from treeconv.kernels.sibling_lists import without
 from treeconv.kernels.tree_tables import first_child, first_siblings, tree_in_shared_memory
 
@@ -171,7 +171,7 @@ def _verify_tree_kernel(
     left = 0
 
     row = (rows_ptr, bias_ptr, mask_ptr)
-    fetched = fetch(row, rank * CHUNK, rank * CHUNK + offsets, V, NO_MASS, VEC)
+    fetched = fetch(row, rank * CHUNK, V, NO_MASS, CHUNK, VEC)
     tree = tree_in_shared_memory(child_ptr, sibling_ptr, candidates_ptr, N, V, SLOTS, PTX)
     active = 1
     while active == 1:
@@ -188,9 +188,10 @@ def _verify_tree_kernel(
         child = first_child(tree, child_ptr, node, N, SLOTS, PTX)
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
-            mass = values(fetched, row, start + offsets, VEC).to(tl.float32)
             following = (chunk + programs) * CHUNK
-            fetched = fetch(row, following, following + offsets, V, NO_MASS, VEC)
+            current = fetched
+            fetched = fetch(row, following, V, NO_MASS, CHUNK, VEC)
+            mass = values(current, row, start, V, CHUNK, VEC)
             key, chunk_sum, rest_sum = chunk_triple(
                 mass, row, start, V, N, greedy, filtered, before, after, rate, limit, child, tokens, rest,
                 left, sibling_ptr, candidates_ptr, CHUNK, THREADS, VEC, PROBS, FILTERS, PTX,
@@ -286,7 +287,7 @@ def _verify_tree_kernel(
                 row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
                 if mask_ptr is not None:
                     row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
-                fetched = fetch(row, rank * CHUNK, rank * CHUNK + offsets, V, NO_MASS, VEC)
+                fetched = fetch(row, rank * CHUNK, V, NO_MASS, CHUNK, VEC)
 
     # 3. the bonus token and the outputs, by the program that has the bonus's chunk in its cache
     if rank == tl.where((status == 0) & (greedy == 0), last_chunk % programs, 0):
@@ -297,7 +298,7 @@ def _verify_tree_kernel(
             row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
             if mask_ptr is not None:
                 row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
-            x = values(fetch(row, start, index, V, NO_MASS, VEC), row, index, VEC).to(tl.float32)
+            x = whole(row, start, V, NO_MASS, CHUNK, VEC)
             mass = x
             weight = 1.0
             if not PROBS:
