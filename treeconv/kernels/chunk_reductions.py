@@ -12,6 +12,7 @@ import triton.language as tl
 
 __all__ = [
     "block_greatest",
+    "block_least",
     "by_vector",
     "chunk_count",
     "chunk_greatest",
@@ -124,6 +125,16 @@ def block_greatest(x, THREADS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def block_least(x, THREADS: tl.constexpr, PTX: tl.constexpr):
+    """The minimum of ``[THREADS]`` int32, one a thread."""
+    if PTX and THREADS == 32 * _WARPS:
+        least = _one(x, _MEET_MIN, _TELL_MIN)
+    else:
+        least = tl.min(x, 0)
+    return least
+
+
+@triton.jit
 def warp_greatest(x, THREADS: tl.constexpr, PTX: tl.constexpr):
     """The maximum over each thread's warp of ``[THREADS]`` int32, one a thread."""
     if PTX:
@@ -209,9 +220,4 @@ def chunk_greatest(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexp
 @triton.jit
 def chunk_least(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The minimum of int32 numbers."""
-    x = tl.min(tl.min(by_vector(x, THREADS, VEC), 2), 0)
-    if PTX and THREADS == 32 * _WARPS:
-        least = _one(x, _MEET_MIN, _TELL_MIN)
-    else:
-        least = tl.min(x, 0)
-    return least
+    return block_least(tl.min(tl.min(by_vector(x, THREADS, VEC), 2), 0), THREADS, PTX)

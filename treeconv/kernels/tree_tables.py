@@ -119,10 +119,8 @@ def first_siblings(
             nodes = tl.where(((lane >> bit) & 1) == 1, further, nodes)
         tokens = _look_up(tree, _TOKEN, nodes, SLOTS)
         left = N - 32
-        rest = -1
-        if SLOTS > 32:
-            beyond = tl.max(tl.where(lane == 31, _look_up(tree, _SIBLING, nodes, SLOTS), -1), 0)
-            rest = tl.where(left > 0, beyond, -1)
+        beyond = tl.max(tl.where(lane == 31, _look_up(tree, _SIBLING, nodes, SLOTS), -1), 0)
+        rest = tl.where(left > 0, beyond, -1)
     else:
         nodes, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, child, N, N, V)
     return nodes, tokens, rest, left

@@ -43,6 +43,7 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels import launch
+from treeconv.kernels.bonus_tokens import token_at
 from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_reductions import chunk_greatest, chunk_least
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
@@ -300,7 +301,7 @@ def _verify_tree_kernel(
                 row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
             x = whole(row, start, V, NO_MASS, CHUNK, VEC)
             mass = x
-            weight = 1.0
+            weight = tl.full([], 1.0, tl.float32)
             if not PROBS:
                 mass = chunk_mass(mass, chunk_top, before, after, rate, limit, PTX)
                 weight = chunk_weight(chunk_top, last_top, before, after, rate, limit, PTX)
@@ -312,11 +313,7 @@ def _verify_tree_kernel(
                     mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
                 )
             goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
-            prefix = last_base.to(tl.float64) + tl.cumsum(mass, 0).to(tl.float64) * weight
-            found = tl.where((mass > 0.0) & (prefix > goal), index, _BIG)
-            bonus = chunk_least(found, THREADS, VEC, PTX)
-            if bonus == _BIG:
-                bonus = chunk_greatest(tl.where(mass > 0.0, index, 0), THREADS, VEC, PTX)
+            bonus = token_at(goal, mass, start, last_base.to(tl.float64), weight.to(tl.float64), CHUNK, THREADS, VEC, PTX)
         predicted = tl.where(slots == node, bonus, predicted)
         predicted = tl.where(status == 0, predicted, -1)
         accepted = tl.where(path >= 0, b * N + path, -1)
