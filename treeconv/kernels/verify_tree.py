@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 
 from treeconv.kernels import launch
-from treeconv.kernels.bonus_tokens import token_at
+from treeconv.kernels.bonus_tokens import bonus_token
 from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_reductions import chunk_greatest, chunk_least
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
@@ -294,26 +294,12 @@ def _verify_tree_kernel(
     if rank == tl.where((status == 0) & (greedy == 0), last_chunk % programs, 0):
         predicted = tl.load(candidates_ptr + follows, mask=follows >= 0, other=-1).to(tl.int32)
         if (status == 0) & (greedy == 0):
-            start = last_chunk * CHUNK
-            index = start + offsets
-            row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
-            if mask_ptr is not None:
-                row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
-            x = whole(row, start, V, NO_MASS, CHUNK, VEC)
-            mass = x
-            weight = tl.full([], 1.0, tl.float32)
-            if not PROBS:
-                mass = chunk_mass(mass, chunk_top, before, after, rate, limit, PTX)
-                weight = chunk_weight(chunk_top, last_top, before, after, rate, limit, PTX)
-            if FILTERS:
-                kept = is_kept(x, index, cut, cut_id, SHIFT) | (not filtered)
-                mass = tl.where(kept, mass, 0.0)
-            if used < cap:
-                mass, _ = without(
-                    mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
-                )
             goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
-            bonus = token_at(goal, mass, start, last_base.to(tl.float64), weight.to(tl.float64), CHUNK, THREADS, VEC, PTX)
+            bonus = bonus_token(
+                row, last_chunk * CHUNK, chunk_top, last_top, last_base, goal, used < cap, filtered, cut,
+                cut_id, before, after, rate, limit, tokens, rest, left, sibling_ptr, candidates_ptr, N, V,
+                CHUNK, THREADS, VEC, SHIFT, PROBS, FILTERS, PTX,
+            )  # fmt: skip
         predicted = tl.where(slots == node, bonus, predicted)
         predicted = tl.where(status == 0, predicted, -1)
         accepted = tl.where(path >= 0, b * N + path, -1)
