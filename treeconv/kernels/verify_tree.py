@@ -130,15 +130,21 @@ def _verify_tree_kernel(
         bias_ptr += b64 * bias_stride_b
     if mask_ptr is not None:
         mask_ptr += b64 * mask_stride_b
-    if PTX:  # the first chunk, on its way before anything else
-        prefetch(rows_ptr + tl.minimum(rank * CHUNK + tl.arange(0, CHUNK // 32) * 32, V - 1))
-    epoch = tl.load(epochs_ptr + b, volatile=True)
 
-    greedy = False
-    temperature, before, after, rate = 1.0, 1.0, 1.0, 1.0
-    limit = 0.0  # |top / T| in bits up to which a chunk's exponents are one fma
+    # All that the root's step waits for, before anything waits.
+    row = (rows_ptr, bias_ptr, mask_ptr)
+    fetched = fetch(row, rank * CHUNK, V, NO_MASS, CHUNK, VEC)
+    epoch = tl.load(epochs_ptr + b, volatile=True)
+    final = tl.load(final_ptr + b)
+    temperature = 1.0
     if not PROBS:
         temperature = tl.load(temperature_ptr + b)
+    tree = tree_in_shared_memory(child_ptr, sibling_ptr, candidates_ptr, N, V, SLOTS, PTX)
+
+    greedy = False
+    before, after, rate = 1.0, 1.0, 1.0
+    limit = 0.0  # |top / T| in bits up to which a chunk's exponents are one fma
+    if not PROBS:
         greedy = temperature == 0.0
         before, after, rate, limit = scales(temperature)
     filtered = False
@@ -171,9 +177,6 @@ def _verify_tree_kernel(
     rest = -1
     left = 0
 
-    row = (rows_ptr, bias_ptr, mask_ptr)
-    fetched = fetch(row, rank * CHUNK, V, NO_MASS, CHUNK, VEC)
-    tree = tree_in_shared_memory(child_ptr, sibling_ptr, candidates_ptr, N, V, SLOTS, PTX)
     active = 1
     while active == 1:
         # 1. publish this program's chunks of the node's row, each fetched while the one before is summed
@@ -244,7 +247,7 @@ def _verify_tree_kernel(
                 min_p = tl.load(min_p_ptr + b)
                 hit, last, filtered_sum, cut_chunk, cut_base, cut, cut_id, step = decide(
                     first_child(tree, child_ptr, node, N, SLOTS, PTX), child_x, nodes, tokens, rest, left, coin,
-                    tl.load(final_ptr + b), used < cap, row, row_sum, tops, sums, tops2, sums2,
+                    final, used < cap, row, row_sum, tops, sums, tops2, sums2,
                     words_ptr + 384 * b, epoch, step, rank, programs, filtered, top_k, top_p, min_p, greedy,
                     bonus, temperature, top_key, before, after, rate, limit, sibling_ptr, candidates_ptr, N,
                     V, chunks, CHUNK, THREADS, VEC, SHIFT, FILTERS, PROBS, PTX,
@@ -263,7 +266,7 @@ def _verify_tree_kernel(
                 residual2 = residual
                 if TWO:
                     residual2 = masses_of(tl.where(used < cap, rests2, sums2), weight2)
-                residual_sum, last_chunk, last_base = drawn(residual, residual2, tl.load(final_ptr + b), TWO)
+                residual_sum, last_chunk, last_base = drawn(residual, residual2, final, TWO)
                 if FILTERS:
                     residual_sum = tl.where(filtered, filtered_sum, residual_sum)
                 if greedy:
@@ -294,7 +297,7 @@ def _verify_tree_kernel(
     if rank == tl.where((status == 0) & (greedy == 0), last_chunk % programs, 0):
         predicted = tl.load(candidates_ptr + follows, mask=follows >= 0, other=-1).to(tl.int32)
         if (status == 0) & (greedy == 0):
-            goal = tl.load(final_ptr + b).to(tl.float64) * residual_sum.to(tl.float64)
+            goal = final.to(tl.float64) * residual_sum.to(tl.float64)
             bonus = bonus_token(
                 row, last_chunk * CHUNK, chunk_top, last_top, last_base, goal, used < cap, filtered, cut,
                 cut_id, before, after, rate, limit, tokens, rest, left, sibling_ptr, candidates_ptr, N, V,
