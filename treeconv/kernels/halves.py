@@ -57,13 +57,14 @@ def drawn(residual, residual2, coin, TWO: tl.constexpr):
     chunk = tl.where((prefix.to(tl.float64) > goal) & (residual > 0.0), lane, _BIG)
     final = tl.where(residual > 0.0, lane, 0)
     if TWO:
-        prefix2 = tl.sum(tl.where(lane == 31, prefix, 0.0), 0) + tl.cumsum(residual2, 0)
+        prefix2 = tl.gather(prefix, tl.full([32], 31, tl.int32), 0) + tl.cumsum(residual2, 0)
         chunk2 = tl.where((prefix2.to(tl.float64) > goal) & (residual2 > 0.0), lane + 32, _BIG)
         chunk = tl.minimum(chunk, chunk2)
         final = tl.maximum(final, tl.where(residual2 > 0.0, lane + 32, 0))
     chunk = tl.min(chunk, 0)
     chunk = tl.where(chunk == _BIG, tl.max(final, 0), chunk)
-    before = tl.where(lane == chunk - 1, prefix, 0.0)
+    ahead = tl.full([1], 0, tl.int32) + chunk - 1
+    before = tl.gather(prefix, ahead & 31, 0)
     if TWO:
-        before += tl.where(lane == chunk - 33, prefix2, 0.0)
-    return residual_sum, chunk, tl.sum(before, 0)
+        before = tl.where(ahead >= 32, tl.gather(prefix2, ahead & 31, 0), before)
+    return residual_sum, chunk, tl.sum(tl.where(ahead >= 0, before, 0.0), 0)
