@@ -222,22 +222,19 @@ def _verify_tree_kernel(
             weight = tl.full([32], 1.0, tl.float32)
             weight2 = weight
             row_sum = tl.full([], 1.0, tl.float32)
-            if not PROBS:
-                if greedy:
-                    arg = tl.where(keys == top_key, sums, _BIG)
-                    if TWO:
-                        arg2 = tl.where(keys2 == top_key, sums2, _BIG)
-                        arg = tl.minimum(arg, arg2)
-                    bonus = tl.min(arg, 0)
-                else:
-                    weight = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
-                    weight = tl.where(lane < chunks, weight, 0.0)
-                    row_sums = masses_of(sums, weight)
-                    if TWO:
-                        weight2 = chunk_weight(unordered(keys2), top, before, after, rate, limit, PTX)
-                        weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
-                        row_sums += masses_of(sums2, weight2)
-                    row_sum = tl.sum(row_sums, 0)
+            if not PROBS:  # both, greedy or not: without a branch, all that follows can overlap
+                arg = tl.where(keys == top_key, sums, _BIG)
+                if TWO:
+                    arg = tl.minimum(arg, tl.where(keys2 == top_key, sums2, _BIG))
+                bonus = tl.min(arg, 0)
+                weight = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
+                weight = tl.where(lane < chunks, weight, 0.0)
+                row_sums = masses_of(sums, weight)
+                if TWO:
+                    weight2 = chunk_weight(unordered(keys2), top, before, after, rate, limit, PTX)
+                    weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
+                    row_sums += masses_of(sums2, weight2)
+                row_sum = tl.where(greedy, 1.0, tl.sum(row_sums, 0))
 
             # 2a. the children, in order
             if FILTERS:
