@@ -46,7 +46,7 @@ from treeconv.kernels import launch
 from treeconv.kernels.bonus_tokens import bonus_token
 from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_reductions import chunk_greatest, chunk_least
-from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
+from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, careful_triple, chunk_triple
 from treeconv.kernels.filter_units import is_kept, unit_shift
 from treeconv.kernels.filtered_rows import decide
 from treeconv.kernels.halves import drawn, greatest
@@ -189,17 +189,24 @@ def _verify_tree_kernel(
         nodes, tokens, rest, left = first_siblings(
             tree, child_ptr, sibling_ptr, candidates_ptr, node, N, V, SLOTS, PTX
         )
-        child = first_child(tree, child_ptr, node, N, SLOTS, PTX)
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
             following = (chunk + programs) * CHUNK
             current = fetched
             fetched = fetch(row, following, V, NO_MASS, CHUNK, VEC)
             mass = values(current, row, start, V, CHUNK, VEC)
-            key, chunk_sum, rest_sum = chunk_triple(
-                mass, row, start, V, N, greedy, filtered, before, after, rate, limit, child, tokens, rest,
-                left, sibling_ptr, candidates_ptr, CHUNK, THREADS, VEC, PROBS, FILTERS, PTX,
+            key, chunk_sum, rest_sum, careful = chunk_triple(
+                mass, start, V, N, greedy, filtered, rate, limit, tokens, rest, left, sibling_ptr,
+                candidates_ptr, CHUNK, THREADS, VEC, PROBS, FILTERS, PTX,
             )  # fmt: skip
+            if not PROBS:
+                if careful == 1:
+                    child = first_child(tree, child_ptr, node, N, SLOTS, PTX)
+                    key, chunk_sum, rest_sum = careful_triple(
+                        row, start, V, N, filtered, key, before, after, rate, limit, child, sibling_ptr,
+                        candidates_ptr, CHUNK, THREADS, VEC, PTX,
+                    )  # fmt: skip
+                    fetched = fetch(row, following, V, NO_MASS, CHUNK, VEC)  # or it were spilled, always
             publish(place, chunk, key, chunk_sum, rest_sum, tag, PTX)
 
         # 2. one step of the walk, from the published triples
