@@ -1,7 +1,7 @@
 """The bonus token: where a coin falls in the chunk that is known to hold it. Device functions only.
 
-First the quarter of the chunk is found, from the quarters' sums, then the token in it: code that runs once is
-slow by its length, and most of what finds a token is then needed for a quarter of them alone.
+The chunk is gone through in blocks of a vector a thread, until one ends beyond the coin; only in that one is
+the token looked for. That is less code than to do all of the chunk at once, and code that runs once is slow.
 """
 
 from __future__ import annotations
@@ -9,17 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treeconv.kernels.chunk_reductions import (
-    block_greatest,
-    block_least,
-    block_total,
-    by_vector,
-    piece_totals,
-    running_total,
-)
+from treeconv.kernels.chunk_reductions import chunk_greatest, chunk_least, chunk_total
 from treeconv.kernels.filter_units import is_kept
 from treeconv.kernels.row_chunks import chunk_mass, chunk_weight
-from treeconv.kernels.row_values import read, whole
+from treeconv.kernels.row_values import whole
 from treeconv.kernels.sibling_lists import without
 
 __all__ = ["bonus_token"]
@@ -40,57 +33,42 @@ def bonus_token(
     token of the chunk has. Masses are float32, compared with ``goal`` in float64.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    VECTORS: tl.constexpr = CHUNK // (THREADS * VEC)
-    mass = whole(row, start, V, NO_MASS, CHUNK, VEC)
-    if FILTERS:
-        kept = is_kept(mass, start + tl.arange(0, CHUNK), cut, cut_id, SHIFT) | (not filtered)
+    BLOCK: tl.constexpr = THREADS * VEC
     weight = tl.full([], 1.0, tl.float32)
     if not PROBS:
-        mass = chunk_mass(mass, chunk_top, before, after, rate, limit, PTX)
         weight = chunk_weight(chunk_top, top, before, after, rate, limit, PTX)
-    if FILTERS:
-        mass = tl.where(kept, mass, 0.0)
-    if tested:
-        mass, _ = without(mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX)
-    base = base.to(tl.float64)
-    weight = weight.to(tl.float64)
-
-    # Which of the threads' first vectors, second ones, and so on: side by side they are a piece of the chunk.
-    sums = tl.sum(by_vector(mass, THREADS, VEC), 2)
-    totals = piece_totals(sums, VECTORS, THREADS, PTX)
-    piece = 0
-    ahead = tl.zeros([], tl.float32)
-    end = ahead
-    found = 0
-    for which in tl.static_range(VECTORS):
-        seen = (found == 0) & (totals[which] > 0.0)
-        piece = tl.where(seen, which, piece)
-        ahead = tl.where(seen, end, ahead)
-        end += totals[which]
-        found = tl.where(seen & (base + end.to(tl.float64) * weight > goal), 1, found)
-
-    # Which thread's vector.
-    sums = tl.sum(tl.where((tl.arange(0, VECTORS) == piece)[:, None], sums, -0.0), 0)
-    ends = running_total(sums, THREADS, PTX)
-    threads = tl.arange(0, THREADS)
-    beyond = (sums > 0.0) & (base + (ahead + ends).to(tl.float64) * weight > goal)
-    thread = block_least(tl.where(beyond, threads, _BIG), THREADS, PTX)
-    if thread == _BIG:
-        thread = block_greatest(tl.where(sums > 0.0, threads, 0), THREADS, PTX)
-    ahead += block_total(tl.where(threads == thread, ends - sums, 0.0), THREADS, PTX)
-
-    # Which token of it.
-    lane = tl.arange(0, 32)
-    start += (piece * THREADS + thread) * VEC
-    index = start + lane
-    x = read(row, index, (lane < VEC) & (index < V), NO_MASS).to(tl.float32)
-    mass = x
-    if not PROBS:
-        mass = chunk_mass(mass, chunk_top, before, after, rate, limit, PTX)
-    if FILTERS:
-        mass = tl.where(is_kept(x, index, cut, cut_id, SHIFT) | (not filtered), mass, 0.0)
-    if tested:
-        mass, _ = without(mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, 32, PTX)
-    beyond = (mass > 0.0) & (base + (ahead + tl.cumsum(mass, 0)).to(tl.float64) * weight > goal)
-    token = tl.min(tl.where(beyond, index, _BIG), 0)
-    return tl.where(token < _BIG, token, tl.max(tl.where(mass > 0.0, index, 0), 0))
+    end = start + CHUNK
+    ahead = tl.zeros([], tl.float32)  # of the chunk
+    last = start  # the last block that has mass, and what is ahead of it
+    last_ahead = ahead
+    mass = tl.zeros([BLOCK], tl.float32)
+    looking = 1
+    while looking > 0:
+        mass = whole(row, start, V, NO_MASS, BLOCK, VEC)
+        if FILTERS:
+            kept = is_kept(mass, start + tl.arange(0, BLOCK), cut, cut_id, SHIFT) | (not filtered)
+        if not PROBS:
+            mass = chunk_mass(mass, chunk_top, before, after, rate, limit, PTX)
+        if FILTERS:
+            mass = tl.where(kept, mass, 0.0)
+        if tested:
+            mass, _ = without(mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, BLOCK, PTX)
+        total = chunk_total(mass, THREADS, VEC, PTX)
+        beyond = base.to(tl.float64) + (ahead + total).to(tl.float64) * weight > goal
+        if (looking == 2) | ((total > 0.0) & beyond):
+            looking = 0
+        else:
+            last = tl.where(total > 0.0, start, last)
+            last_ahead = tl.where(total > 0.0, ahead, last_ahead)
+            ahead += total
+            start += BLOCK
+            if start == end:  # rounding had more in the chunk than its blocks have
+                looking = 2
+                start = last
+                ahead = last_ahead
+    index = start + tl.arange(0, BLOCK)
+    prefix = base.to(tl.float64) + (ahead + tl.cumsum(mass, 0)).to(tl.float64) * weight
+    token = chunk_least(tl.where((mass > 0.0) & (prefix > goal), index, _BIG), THREADS, VEC, PTX)
+    if token == _BIG:
+        token = chunk_greatest(tl.where(mass > 0.0, index, 0), THREADS, VEC, PTX)
+    return token

@@ -13,14 +13,11 @@ import triton.language as tl
 __all__ = [
     "block_greatest",
     "block_least",
-    "block_total",
     "by_vector",
     "chunk_count",
     "chunk_greatest",
     "chunk_least",
     "chunk_total",
-    "piece_totals",
-    "running_total",
     "thread_greatest",
     "thread_total",
     "warp_greatest",
@@ -87,7 +84,6 @@ _MEET_SUM, _TELL_SUM = _both("sum")
 _MEET_COUNT, _TELL_COUNT = _both("add")
 _MEET_MAX, _TELL_MAX = _both("max")
 _MEET_MIN, _TELL_MIN = _both("min")
-_MEET_SUMS, _TELL_SUMS = _both("sum", "sum", "sum", "sum")
 _MEET_WARPS = tl.constexpr(_meet("", "", "sum", "sum"))
 _TELL_WARPS = tl.constexpr(
     "".join(
@@ -95,43 +91,6 @@ _TELL_WARPS = tl.constexpr(
         for warp in range(4)
     )
 )
-
-_SCAN = """{
-    .reg .pred far, last;
-    .reg .b32 thread, lane, slot, sum, other;
-    mov.u32 thread, %tid.x;
-    and.b32 lane, thread, 31;
-    mov.b32 sum, $1;
-""" + "".join(
-    f"""shfl.sync.up.b32 other, sum, {lanes}, 0, 0xffffffff;
-    setp.ge.u32 far, lane, {lanes};
-    @far add.f32 sum, sum, other;
-"""
-    for lanes in (1, 2, 4, 8, 16)
-) + """
-    setp.eq.u32 last, lane, 31;
-    shr.u32 slot, thread, 5;
-    mad.lo.u32 slot, slot, 4, $2;
-    bar.sync 0;
-    @last st.shared.b32 [slot], sum;
-    bar.sync 0;
-    mov.b32 $0, sum;
-}"""
-_SCAN = tl.constexpr(_SCAN)
-# What the warps ahead of a thread's own have.
-_AHEAD = tl.constexpr("""{
-    .reg .pred second, third, fourth;
-    .reg .b32 thread, a, b, c, d;
-    mov.u32 thread, %tid.x;
-    ld.shared.v4.b32 {a, b, c, d}, [$1];
-    setp.ge.u32 second, thread, 32;
-    setp.ge.u32 third, thread, 64;
-    setp.ge.u32 fourth, thread, 96;
-    mov.b32 $0, 0;
-    @second mov.b32 $0, a;
-    @third add.f32 $0, $0, b;
-    @fourth add.f32 $0, $0, c;
-}""")
 
 
 @triton.jit
@@ -153,58 +112,6 @@ def _one(x, MEET: tl.constexpr, TELL: tl.constexpr):
     box = _box()
     tl.inline_asm_elementwise(MEET, "=r,r,r", [x, box], dtype=tl.int32, is_pure=False, pack=1)
     return tl.inline_asm_elementwise(TELL, "=r,r", [box], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _piece(sums, which, PIECES: tl.constexpr):
-    """One of ``[PIECES, THREADS]``; -0.0, for a piece that is not there, is what needs no addition."""
-    return tl.sum(tl.where((tl.arange(0, PIECES) == which)[:, None], sums, -0.0), 0)
-
-
-@triton.jit
-def piece_totals(sums, PIECES: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
-    """The sums of ``[PIECES, THREADS]`` float32 over the threads, a tuple; with ``PTX`` four make one trip."""
-    if PTX and PIECES == 4 and THREADS == 32 * _WARPS:
-        box = _box()
-        tl.inline_asm_elementwise(
-            _MEET_SUMS,
-            "=r,f,f,f,f,r",
-            [
-                _piece(sums, 0, PIECES),
-                _piece(sums, 1, PIECES),
-                _piece(sums, 2, PIECES),
-                _piece(sums, 3, PIECES),
-                box,
-            ],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        totals = tl.inline_asm_elementwise(
-            _TELL_SUMS,
-            "=&f,=&f,=&f,=&f,r",
-            [box],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        totals = ()
-        for which in tl.static_range(PIECES):
-            totals += (block_total(_piece(sums, which, PIECES), THREADS, PTX),)
-    return totals
-
-
-@triton.jit
-def running_total(x, THREADS: tl.constexpr, PTX: tl.constexpr):
-    """Of ``[THREADS]`` float32, one a thread, the sum up to each, itself included."""
-    if PTX and THREADS == 32 * _WARPS:
-        box = _box()
-        inside = tl.inline_asm_elementwise(_SCAN, "=f,f,r", [x, box], tl.float32, is_pure=False, pack=1)
-        total = inside + tl.inline_asm_elementwise(_AHEAD, "=f,r", [box], tl.float32, is_pure=False, pack=1)
-    else:
-        total = tl.cumsum(x, 0)
-    return total
 
 
 @triton.jit
@@ -264,17 +171,6 @@ def warp_numbers(key, shift, x, y):
 
 
 @triton.jit
-def block_total(x, THREADS: tl.constexpr, PTX: tl.constexpr):
-    """The sum of ``[THREADS]`` float32, one a thread."""
-    if PTX and THREADS == 32 * _WARPS:
-        bits = _one(x.to(tl.int32, bitcast=True), _MEET_SUM, _TELL_SUM)
-        total = bits.to(tl.float32, bitcast=True)
-    else:
-        total = tl.sum(x, 0)
-    return total
-
-
-@triton.jit
 def by_vector(x, THREADS: tl.constexpr, VEC: tl.constexpr):
     """A chunk as ``[vectors of a thread, THREADS, VEC]``, the way it lies in registers."""
     return tl.reshape(x, [x.shape[0] // (THREADS * VEC), THREADS, VEC])
@@ -295,7 +191,13 @@ def thread_greatest(x, THREADS: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def chunk_total(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The sum of float32 masses."""
-    return block_total(thread_total(x, THREADS, VEC), THREADS, PTX)
+    x = thread_total(x, THREADS, VEC)
+    if PTX and THREADS == 32 * _WARPS:
+        bits = _one(x.to(tl.int32, bitcast=True), _MEET_SUM, _TELL_SUM)
+        total = bits.to(tl.float32, bitcast=True)
+    else:
+        total = tl.sum(x, 0)
+    return total
 
 
 @triton.jit

@@ -25,10 +25,10 @@ from treeconv.kernels.row_chunks import (
     unordered,
     unusable,
 )
-from treeconv.kernels.row_values import whole
+from treeconv.kernels.row_values import fetch, whole
 from treeconv.kernels.sibling_lists import siblings, without
 
-__all__ = ["EMPTY_KEY", "INF_KEY", "NAN_KEY", "careful_triple", "chunk_triple"]
+__all__ = ["EMPTY_KEY", "INF_KEY", "NAN_KEY", "chunk_triple"]
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above every float in the order of ordered
 INF_KEY = tl.constexpr(0x7F800000)
@@ -37,11 +37,6 @@ EMPTY_KEY = tl.constexpr(-0x7F800001)  # -inf
 _NOWHERE = tl.constexpr(-1e30)  # a shift below all others, of a warp without mass
 _LEAST = tl.constexpr(2.0**-100)  # what is left of a chunk is none below: its masses, made again, may be zero
 _BIG = tl.constexpr(1 << 30)  # above every token
-
-
-@triton.jit
-def _marked(key, bad):
-    return tl.where(bad == 2, NAN_KEY, tl.where(bad == 1, INF_KEY, key))
 
 
 @triton.jit
@@ -85,18 +80,16 @@ def _at_once(
 
 
 @triton.jit(noinline=True)
-def careful_triple(
+def _carefully(
     row, start, V, N, filtered, key, before, after, rate, limit, child, sibling_ptr, candidates_ptr,
     CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """:func:`chunk_triple` where that says it is needed: rarely, so not inlined. ``key`` is as it returned it.
-
-    ``child`` is the node's first child. Such a function takes scalars alone.
-    """
+    """The sums of :func:`chunk_triple` where :func:`_at_once` has none, and 1 or 2 where +inf or NaN forbids."""
     bad = unusable(row, start, V, CHUNK, PTX)
     chunk_sum = 0.0
     rest_sum = 0.0
     if bad == 0:
+        index = start + tl.arange(0, CHUNK)
         x = whole(row, start, V, float("-inf"), CHUNK, VEC)
         mass = chunk_mass(x, unordered(key), before, after, rate, limit, PTX)
         chunk_sum = chunk_total(mass, THREADS, VEC, PTX)
@@ -105,23 +98,22 @@ def careful_triple(
             _, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, child, N, N, V)
             mass, _ = without(mass, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX)
             rest_sum = chunk_total(mass, THREADS, VEC, PTX)
-    return _marked(key, bad), chunk_sum, rest_sum
+    return chunk_sum, rest_sum, bad
 
 
 @triton.jit
 def chunk_triple(
-    mass, start, V, N, greedy, filtered, rate, limit, tokens, rest, left, sibling_ptr, candidates_ptr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
-    PROBS: tl.constexpr, FILTERS: tl.constexpr, PTX: tl.constexpr,
+    mass, row, start, V, N, greedy, filtered, before, after, rate, limit, child, tokens, rest, left,
+    sibling_ptr, candidates_ptr, fetched, following, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+    VEC: tl.constexpr, PROBS: tl.constexpr, FILTERS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The maximum as an ordered key, the sum, and the sum without the children, of values in float32.
 
     A chunk with NaN (for probabilities, negative ones too) has the key ``NAN_KEY``, else one with +inf
     ``INF_KEY``, and one of no mass ``EMPTY_KEY``. Where ``greedy`` the sum's bits are the lowest index of the
-    maximum. ``tokens``, ``rest`` and ``left`` are the children's first block. A fourth number is 1 where
-    :func:`careful_triple` has to say it.
+    maximum. ``tokens``, ``rest`` and ``left`` are the children's first block.
     """
     bad = 0
-    careful = 0
     if PROBS:
         kinds = tl.where(mass >= 0.0, tl.where(mass == float("inf"), 1, 0), 2)
         bad = chunk_greatest(kinds, THREADS, VEC, PTX)
@@ -154,5 +146,12 @@ def chunk_triple(
                 mass, start, V, N, filtered, rate, limit, tokens, rest, left, sibling_ptr, candidates_ptr,
                 CHUNK, THREADS, VEC, PTX,
             )  # fmt: skip
-            careful = tl.where(chunk_sum == chunk_sum, 0, 1)
-    return _marked(key, bad), chunk_sum, rest_sum, careful
+            if chunk_sum != chunk_sum:
+                chunk_sum, rest_sum, bad = _carefully(
+                    row, start, V, N, filtered, key, before, after, rate, limit, child, sibling_ptr,
+                    candidates_ptr, CHUNK, THREADS, VEC, PTX,
+                )  # fmt: skip
+                if (row[1] is not None) or (row[2] is not None):  # or it were spilled, call or no call
+                    fetched = fetch(row, following, V, float("-inf"), CHUNK, VEC)
+    key = tl.where(bad == 2, NAN_KEY, tl.where(bad == 1, INF_KEY, key))
+    return key, chunk_sum, rest_sum, fetched

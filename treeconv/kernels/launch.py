@@ -33,8 +33,13 @@ WARPS_PER_SM = 16
 
 
 def chunk_size(V: int) -> int:
-    """Tokens per chunk: a power of two >= 1024 that cuts a row into at most 64 chunks."""
-    return max(1024, triton.next_power_of_2(triton.cdiv(V, MAX_CHUNKS)))
+    """Tokens per chunk: few and large ones are less work, many share a row among more programs.
+
+    A row has at most 64 chunks. The bounds are measured: see ``ci/evidence/NOTES.md``.
+    """
+    if V <= 16 * 1024:
+        return 1024
+    return 2048 if V <= 40 * 2048 else 4096
 
 
 def warps_per_program(chunk: int) -> int:

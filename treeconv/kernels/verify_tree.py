@@ -46,7 +46,7 @@ from treeconv.kernels import launch
 from treeconv.kernels.bonus_tokens import bonus_token
 from treeconv.kernels.child_tests import NEVER, first_accepted
 from treeconv.kernels.chunk_reductions import chunk_greatest, chunk_least
-from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, careful_triple, chunk_triple
+from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
 from treeconv.kernels.filter_units import is_kept, unit_shift
 from treeconv.kernels.filtered_rows import decide
 from treeconv.kernels.halves import drawn, greatest
@@ -189,24 +189,18 @@ def _verify_tree_kernel(
         nodes, tokens, rest, left = first_siblings(
             tree, child_ptr, sibling_ptr, candidates_ptr, node, N, V, SLOTS, PTX
         )
+        child = first_child(tree, child_ptr, node, N, SLOTS, PTX)
         for chunk in range(rank, chunks, programs):
             start = chunk * CHUNK
             following = (chunk + programs) * CHUNK
             current = fetched
             fetched = fetch(row, following, V, NO_MASS, CHUNK, VEC)
             mass = values(current, row, start, V, CHUNK, VEC)
-            key, chunk_sum, rest_sum, careful = chunk_triple(
-                mass, start, V, N, greedy, filtered, rate, limit, tokens, rest, left, sibling_ptr,
-                candidates_ptr, CHUNK, THREADS, VEC, PROBS, FILTERS, PTX,
+            key, chunk_sum, rest_sum, fetched = chunk_triple(
+                mass, row, start, V, N, greedy, filtered, before, after, rate, limit, child, tokens, rest,
+                left, sibling_ptr, candidates_ptr, fetched, following, CHUNK, THREADS, VEC, PROBS, FILTERS,
+                PTX,
             )  # fmt: skip
-            if not PROBS:
-                if careful == 1:
-                    child = first_child(tree, child_ptr, node, N, SLOTS, PTX)
-                    key, chunk_sum, rest_sum = careful_triple(
-                        row, start, V, N, filtered, key, before, after, rate, limit, child, sibling_ptr,
-                        candidates_ptr, CHUNK, THREADS, VEC, PTX,
-                    )  # fmt: skip
-                    fetched = fetch(row, following, V, NO_MASS, CHUNK, VEC)  # or it were spilled, always
             publish(place, chunk, key, chunk_sum, rest_sum, tag, PTX)
 
         # 2. one step of the walk, from the published triples
@@ -229,19 +223,22 @@ def _verify_tree_kernel(
             weight = tl.full([32], 1.0, tl.float32)
             weight2 = weight
             row_sum = tl.full([], 1.0, tl.float32)
-            if not PROBS:  # both, greedy or not: without a branch, all that follows can overlap
-                arg = tl.where(keys == top_key, sums, _BIG)
-                if TWO:
-                    arg = tl.minimum(arg, tl.where(keys2 == top_key, sums2, _BIG))
-                bonus = tl.min(arg, 0)
-                weight = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
-                weight = tl.where(lane < chunks, weight, 0.0)
-                row_sums = masses_of(sums, weight)
-                if TWO:
-                    weight2 = chunk_weight(unordered(keys2), top, before, after, rate, limit, PTX)
-                    weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
-                    row_sums += masses_of(sums2, weight2)
-                row_sum = tl.where(greedy, 1.0, tl.sum(row_sums, 0))
+            if not PROBS:
+                if greedy:
+                    arg = tl.where(keys == top_key, sums, _BIG)
+                    if TWO:
+                        arg2 = tl.where(keys2 == top_key, sums2, _BIG)
+                        arg = tl.minimum(arg, arg2)
+                    bonus = tl.min(arg, 0)
+                else:
+                    weight = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
+                    weight = tl.where(lane < chunks, weight, 0.0)
+                    row_sums = masses_of(sums, weight)
+                    if TWO:
+                        weight2 = chunk_weight(unordered(keys2), top, before, after, rate, limit, PTX)
+                        weight2 = tl.where(lane + 32 < chunks, weight2, 0.0)
+                        row_sums += masses_of(sums2, weight2)
+                    row_sum = tl.sum(row_sums, 0)
 
             # 2a. the children, in order
             if FILTERS:
