@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--sweep", default="", help='more program counts to try, as "B:P,P B:P"')
     parser.add_argument("--json", default="")
-    parser.add_argument("--tune", nargs="*", default=[], help="CHUNK,warps,registers,warps per SM")
+    parser.add_argument("--tune", nargs="*", default=[], help="chunk,registers,programs per multiprocessor")
     options = parser.parse_args()
     backend = TritonBackend()
     sweep = {}
@@ -139,9 +139,8 @@ def main() -> None:
         sets = [make_batch(seed, B, options.nodes, options.vocab) for seed in range(max(3, min(16, 64 // B)))]
         for tune, programs in itertools.product(options.tune or [""], [None, *sweep.get(B, [])]):
             if tune:
-                chunk, warps, launch.REGISTERS, launch.WARPS_PER_SM = map(int, tune.split(","))
+                chunk, launch.REGISTERS, launch.PROGRAMS_PER_SM = map(int, tune.split(","))
                 launch.chunk_size = lambda _, chunk=chunk: chunk
-                launch.warps_per_program = lambda _, warps=warps: warps
             captured = [capture(backend, inputs, programs) for inputs in sets]
             us = time_graphs([graph for graph, _ in captured])
             visited = statistics.mean((out.accept_token_num.float().mean() + 1).item() for _, out in captured)

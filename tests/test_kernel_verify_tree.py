@@ -592,16 +592,17 @@ def test_bad_arguments_are_named(backend):
 
 
 @pytest.mark.parametrize("V", [1, 50257, 163840, 262144])
-def test_the_programs_of_a_launch_fit_the_device(V):
+@pytest.mark.parametrize("kilobytes", [16, 100, 164, 228])  # none such, sm_89, sm_80, sm_90
+def test_the_programs_of_a_launch_fit_the_device(V, kilobytes):
     chunk = launch.chunk_size(V)
     assert launch.MAX_CHUNKS * chunk >= V
     for sms in (16, 132, 148):
         for B in (1, 2, 3, 4, 7, 16, 64, 128, 500, 1024):
-            programs = launch.programs_per_request(B, V, sms)
-            warps = B * programs * launch.warps_per_program(chunk)
-            assert programs == 1 or warps <= launch.WARPS_PER_SM * sms
+            programs = launch.programs_per_request(B, V, sms, kilobytes * 1024)
+            each = -(-B * programs // sms)  # on the fullest multiprocessor
+            assert programs == 1 or each * launch.SHARED_BYTES <= kilobytes * 1024
+            assert programs == 1 or each * launch.WARPS * 32 * launch.REGISTERS <= 65536
             assert 1 <= programs <= -(-V // chunk)
-    assert launch.WARPS_PER_SM * 32 * launch.REGISTERS <= 65536
 
 
 # ----------------------------------------------------------------------------------------- on a GPU only

@@ -287,7 +287,8 @@ class TritonBackend:
         # The interpreter runs programs one after another; how they wait elsewhere was reasoned out in PTX.
         if INTERPRETED or not speaks_ptx(device):
             return 1
-        return programs_per_request(B, V, torch.cuda.get_device_properties(device).multi_processor_count)
+        about = torch.cuda.get_device_properties(device)
+        return programs_per_request(B, V, about.multi_processor_count, about.shared_memory_per_multiprocessor)
 
     def _workspace(self, device: torch.device) -> Workspace:
         """The scratch of the current stream, made on first use; a capture takes the spare made earlier.

@@ -1,8 +1,8 @@
-"""A chunk to one number: along each thread's vectors, over its vectors, then over the program's threads.
+"""A chunk to one number: along each thread's vectors, over its vectors, then over the program's four warps.
 
 Device functions only. Across warps Triton reduces in two trips through shared memory, with three barriers.
 With ``PTX`` it is one trip, for up to four numbers at once: each warp's are stored, and every thread reads
-those of all four warps. Numbers that make the trip together are the same, bit for bit, as each alone.
+those of all four warps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ __all__ = [
     "warp_numbers",
 ]
 
-_WARPS = tl.constexpr(4)
-
 
 def _over_lanes(name: str, kind: str) -> str:
     """PTX: a number of each of a warp's lanes to one: a "sum" of float32, or "add", "max", "min" of int32."""
@@ -38,10 +36,10 @@ def _over_lanes(name: str, kind: str) -> str:
 
 
 def _meet(*kinds: str) -> str:
-    """PTX: one to four numbers a thread, from $1 on, to one a warp, 16 bytes a warp at the address after them.
+    """PTX: one to four numbers a thread, from $1 on, to one a warp, each warp's at the address after them.
 
-    A kind is as for :func:`_over_lanes`, or empty where the lanes agree. The first barrier is for who still
-    reads what was left here last.
+    A warp has 16 bytes there. A kind is as for :func:`_over_lanes`, or empty where the lanes agree. The
+    first barrier is for who still reads what was left here last.
     """
     names = "abcd"[: len(kinds)]
     moves = " ".join(f"mov.b32 {name}, ${place};" for place, name in enumerate(names, start=1))
@@ -87,7 +85,7 @@ _MEET_MIN, _TELL_MIN = _both("min")
 _MEET_WARPS = tl.constexpr(_meet("", "", "sum", "sum"))
 _TELL_WARPS = tl.constexpr(
     "".join(
-        f"ld.shared.v4.b32 {{{', '.join(f'${place + warp}' for place in (0, 4, 8, 12))}}}, [$16 + {16 * warp}];\n"
+        f"ld.shared.v4.b32 {{${warp}, ${4 + warp}, ${8 + warp}, ${12 + warp}}}, [$16 + {16 * warp}];\n"
         for warp in range(4)
     )
 )
@@ -115,9 +113,9 @@ def _one(x, MEET: tl.constexpr, TELL: tl.constexpr):
 
 
 @triton.jit
-def block_greatest(x, THREADS: tl.constexpr, PTX: tl.constexpr):
+def block_greatest(x, PTX: tl.constexpr):
     """The maximum of ``[THREADS]`` int32, one a thread."""
-    if PTX and THREADS == 32 * _WARPS:
+    if PTX:
         most = _one(x, _MEET_MAX, _TELL_MAX)
     else:
         most = tl.max(x, 0)
@@ -125,9 +123,9 @@ def block_greatest(x, THREADS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def block_least(x, THREADS: tl.constexpr, PTX: tl.constexpr):
+def block_least(x, PTX: tl.constexpr):
     """The minimum of ``[THREADS]`` int32, one a thread."""
-    if PTX and THREADS == 32 * _WARPS:
+    if PTX:
         least = _one(x, _MEET_MIN, _TELL_MIN)
     else:
         least = tl.min(x, 0)
@@ -149,9 +147,10 @@ def warp_greatest(x, THREADS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def warp_numbers(key, shift, x, y):
-    """Every warp's numbers, with PTX for four warps: its key and shift, which its lanes agree on, and its sums.
+    """PTX: the numbers of all four warps, of ``[THREADS]`` each.
 
-    All ``[THREADS]``, one a thread: int32, then float32. Returns four keys, shifts, and sums of each kind.
+    ``key`` (int32) and ``shift`` (float32) are such that a warp's lanes agree; ``x`` and ``y`` (float32) are
+    summed over them. Returns the four keys, the four shifts, the sums of ``x`` and those of ``y``.
     """
     box = _box()
     tl.inline_asm_elementwise(
@@ -192,7 +191,7 @@ def thread_greatest(x, THREADS: tl.constexpr, VEC: tl.constexpr):
 def chunk_total(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The sum of float32 masses."""
     x = thread_total(x, THREADS, VEC)
-    if PTX and THREADS == 32 * _WARPS:
+    if PTX:
         bits = _one(x.to(tl.int32, bitcast=True), _MEET_SUM, _TELL_SUM)
         total = bits.to(tl.float32, bitcast=True)
     else:
@@ -204,7 +203,7 @@ def chunk_total(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
 def chunk_count(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The sum of int32 counts."""
     x = thread_total(x, THREADS, VEC)
-    if PTX and THREADS == 32 * _WARPS:
+    if PTX:
         count = _one(x, _MEET_COUNT, _TELL_COUNT)
     else:
         count = tl.sum(x, 0)
@@ -214,10 +213,10 @@ def chunk_count(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def chunk_greatest(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The maximum of int32 numbers."""
-    return block_greatest(thread_greatest(x, THREADS, VEC), THREADS, PTX)
+    return block_greatest(thread_greatest(x, THREADS, VEC), PTX)
 
 
 @triton.jit
 def chunk_least(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """The minimum of int32 numbers."""
-    return block_least(tl.min(tl.min(by_vector(x, THREADS, VEC), 2), 0), THREADS, PTX)
+    return block_least(tl.min(tl.min(by_vector(x, THREADS, VEC), 2), 0), PTX)

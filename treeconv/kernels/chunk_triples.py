@@ -44,10 +44,11 @@ def _at_once(
     x, start, V, N, filtered, rate, limit, tokens, rest, left, sibling_ptr, candidates_ptr,
     CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """:func:`chunk_triple` of logits where T > 0; a sum of NaN where there is NaN or +inf, or it is not to be had.
+    """:func:`chunk_triple` of logits where T > 0, but for NaN and +inf; a sum of NaN where it cannot tell.
 
     Each warp's masses are relative to its own maximum, and added up relative to the chunk's: so the warps
-    meet once. Where a warp's exponents are not to be had that way, so is the sum.
+    meet once. It cannot where a warp's shift ``k`` is not below ``limit`` (*Arithmetic* in
+    :mod:`.verify_tree`).
     """
     own = warp_greatest(thread_key(x, THREADS, VEC), THREADS, PTX)
     shift = unordered(own) * rate
@@ -84,12 +85,14 @@ def _carefully(
     row, start, V, N, filtered, key, before, after, rate, limit, child, sibling_ptr, candidates_ptr,
     CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sums of :func:`chunk_triple` where :func:`_at_once` has none, and 1 or 2 where +inf or NaN forbids."""
+    """The sums of :func:`chunk_triple` where :func:`_at_once` has none, and 1 or 2 if of +inf or NaN.
+
+    Rarely needed, so not inlined: such a function takes scalars alone. ``child`` is the node's first child.
+    """
     bad = unusable(row, start, V, CHUNK, PTX)
     chunk_sum = 0.0
     rest_sum = 0.0
     if bad == 0:
-        index = start + tl.arange(0, CHUNK)
         x = whole(row, start, V, float("-inf"), CHUNK, VEC)
         mass = chunk_mass(x, unordered(key), before, after, rate, limit, PTX)
         chunk_sum = chunk_total(mass, THREADS, VEC, PTX)

@@ -104,7 +104,6 @@ def _publish_counts(
         n1 = n0
         n2 = n0
         if _chunk_unit(units, units2, chunk, chunks > 32) > t0:
-            index = chunk * CHUNK + tl.arange(0, CHUNK)
             x = whole(row, chunk * CHUNK, V, NO_MASS, CHUNK, VEC)
             unit = unit_of(x, SHIFT)
             n0 = _counted_above(unit, t0, t1, THREADS, VEC, PTX)
@@ -132,7 +131,6 @@ def _publish_masses(
         count = tl.zeros([], tl.int32)
         start = chunk * CHUNK
         if _chunk_unit(units, units2, chunk, chunks > 32) >= t0:
-            index = start + tl.arange(0, CHUNK)
             x = whole(row, start, V, NO_MASS, CHUNK, VEC)
             unit = unit_of(x, SHIFT)
             mass = mass_of(x, top, before, after, rate, PROBS, PTX)

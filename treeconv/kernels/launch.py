@@ -12,14 +12,15 @@ __all__ = [
     "MAX_CHUNKS",
     "MAX_NODES",
     "MAX_VOCAB",
+    "PROGRAMS_PER_SM",
     "REGISTERS",
-    "WARPS_PER_SM",
+    "SHARED_BYTES",
+    "WARPS",
     "Workspace",
     "chunk_size",
     "programs_per_request",
     "speaks_ptx",
     "vector_size",
-    "warps_per_program",
 ]
 
 MAX_BATCH = 1024
@@ -27,9 +28,10 @@ MAX_NODES = 1024
 MAX_VOCAB = 262144
 
 MAX_CHUNKS = 64  # at most, per row: what every program repeats for a row is twice a warp's lanes wide
-_TOKENS_PER_THREAD = 32
-REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold 16 warps
-WARPS_PER_SM = 16
+WARPS = 4  # per program: the reductions across warps are written for it
+REGISTERS = 128  # per thread, so that the 64 Ki registers of a multiprocessor hold four programs
+SHARED_BYTES = 40 * 1024  # a program has less of shared memory, whatever is compiled in
+PROGRAMS_PER_SM = 4
 
 
 def chunk_size(V: int) -> int:
@@ -40,12 +42,6 @@ def chunk_size(V: int) -> int:
     if V <= 16 * 1024:
         return 1024
     return 2048 if V <= 40 * 2048 else 4096
-
-
-def warps_per_program(chunk: int) -> int:
-    """Warps per program: a function of the chunk alone, since it shapes the sums."""
-    # Triton 3.6 fails to compile the kernel for one warp, and with filters for two.
-    return max(4, chunk // (32 * _TOKENS_PER_THREAD))
 
 
 def vector_size(rows: torch.Tensor) -> int:
@@ -62,15 +58,15 @@ def speaks_ptx(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def programs_per_request(B: int, V: int, multiprocessors: int) -> int:
+def programs_per_request(B: int, V: int, multiprocessors: int, shared_memory: int) -> int:
     """How many programs share a request: at most one a chunk, and as many as the device holds at once.
 
-    Unless it is one program a request, which waits for nobody, B times this never exceeds the 16 warps a
-    multiprocessor which the kernel's register limit lets be co-resident.
+    Unless it is one program a request, which waits for nobody, B times this never exceeds what the registers
+    and the ``shared_memory`` (bytes) of the device's multiprocessors let be co-resident.
     """
-    chunk = chunk_size(V)
-    chunks = triton.cdiv(V, chunk)
-    share = min(chunks, max(1, WARPS_PER_SM // warps_per_program(chunk) * multiprocessors // B))
+    chunks = triton.cdiv(V, chunk_size(V))
+    held = min(PROGRAMS_PER_SM, shared_memory // SHARED_BYTES) * multiprocessors
+    share = min(chunks, max(1, held // B))
     return triton.cdiv(chunks, triton.cdiv(chunks, share))  # no more than finish as soon
 
 

@@ -64,7 +64,7 @@ def thread_key(x, THREADS: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def maximum_key(x, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
     """Maximum of a chunk, NaN aside, as an ordered key: integers reduce across a warp in one instruction."""
-    return block_greatest(thread_key(x, THREADS, VEC), THREADS, PTX)
+    return block_greatest(thread_key(x, THREADS, VEC), PTX)
 
 
 @triton.jit

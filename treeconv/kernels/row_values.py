@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fetch", "read", "readable", "values", "whole"]
 
-_PAIRED = tl.constexpr(8)  # elements of 16 bits in one load: fetched as pairs, half as many registers in flight
-_NO_BFLOATS = tl.constexpr(-0x7F0080)  # twice -inf
-_NO_HALVES = tl.constexpr(-0x3FF0400)
+# Elements of 16 bits in one load. Fetched as pairs they take half as many registers while in flight.
+_PAIRED = tl.constexpr(8)
 
 
 @triton.jit

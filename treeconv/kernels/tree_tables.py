@@ -1,8 +1,9 @@
-"""A request's tree in shared memory, so that no step of the walk waits for global memory to know a node's children.
+"""A request's tree in shared memory: no step of the walk waits for global memory to know a node's children.
 
-Device functions only, for ``PTX``; without, the tree stays where it is. Seven tables, an entry a node behind one
-for "no node": first child, token, and the sibling 1, 2, 4, 8 and 16 places on, so that lane k of a warp finds the
-kth child in five reads.
+Device functions only, for ``PTX``; without it the tree stays where it is. Seven tables, an entry a node
+behind one for "no node": first child, token, and the sibling 1, 2, 4, 8 and 16 places on, so that lane k of a
+warp finds the kth child in five reads. Pointers outside ``[0, N)`` are -1 in them, tokens outside ``[0, V)``
+too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ __all__ = ["first_child", "first_siblings", "tree_in_shared_memory"]
 _CHILD = tl.constexpr(0)
 _TOKEN = tl.constexpr(1)
 _SIBLING = tl.constexpr(2)  # and the four behind it
-_TABLES = 7
-_SMALL = tl.constexpr(64)  # slots
-_ROOM = "{{ .shared .align 16 .b8 tree[{}]; mov.u32 $0, tree; }}"
-_ROOM_SMALL = tl.constexpr(_ROOM.format(_TABLES * 4 * (64 + 1)))
-_ROOM_LARGE = tl.constexpr(_ROOM.format(_TABLES * 4 * (1024 + 1)))
+_HOPS = tl.constexpr(5)
+
+
+def _room(slots: int) -> tl.constexpr:
+    """PTX: the address of room for the tables of so many slots."""
+    return tl.constexpr(f"{{ .shared .align 4 .b8 tree[{7 * 4 * (slots + 1)}]; mov.u32 $0, tree; }}")
+
+
+_ROOM_64, _ROOM_256, _ROOM_1024 = _room(64), _room(256), _room(1024)
 
 
 @triton.jit
@@ -66,15 +71,11 @@ def _meet():
 def tree_in_shared_memory(
     child_ptr, sibling_ptr, candidates_ptr, N, V, SLOTS: tl.constexpr, PTX: tl.constexpr
 ):
-    """Fill the tables, and return where they are; ``SLOTS`` is a power of two, at least N and at most 1024.
-
-    A pointer outside ``[0, N)`` counts as -1, a token outside ``[0, V)`` too.
-    """
+    """Fill the tables, and return where they are; ``SLOTS`` is a power of two from N to 1024."""
     tree = tl.zeros([], tl.int32)
     if PTX:
-        tree = tl.inline_asm_elementwise(
-            _ROOM_SMALL if SLOTS <= _SMALL else _ROOM_LARGE, "=r,r", [tree], tl.int32, is_pure=False, pack=1
-        )
+        ROOM: tl.constexpr = _ROOM_64 if SLOTS <= 64 else _ROOM_256 if SLOTS <= 256 else _ROOM_1024
+        tree = tl.inline_asm_elementwise(ROOM, "=r,r", [tree], tl.int32, is_pure=False, pack=1)
         slots = tl.arange(0, SLOTS)
         child = tl.load(child_ptr + slots, mask=slots < N, other=-1)
         sibling = tl.load(sibling_ptr + slots, mask=slots < N, other=-1)
@@ -83,14 +84,14 @@ def tree_in_shared_memory(
         sibling = tl.where((sibling >= 0) & (sibling < N), sibling, -1).to(tl.int32)
         token = tl.where((token >= 0) & (token < V), token, -1).to(tl.int32)
         nothing = tl.full([], -1, tl.int32)
-        for table in tl.static_range(7):
+        for table in tl.static_range(_SIBLING + _HOPS):
             _enter(tree, table, nothing, nothing, SLOTS)
         _enter(tree, _CHILD, slots, child, SLOTS)
         _enter(tree, _TOKEN, slots, token, SLOTS)
-        for bit in tl.static_range(5):
+        for bit in tl.static_range(_HOPS):
             _enter(tree, _SIBLING + bit, slots, sibling, SLOTS)
             _meet()
-            if bit < 4:
+            if bit < _HOPS - 1:
                 sibling = _look_up(tree, _SIBLING + bit, sibling, SLOTS)
     return tree
 
@@ -114,7 +115,7 @@ def first_siblings(
     if PTX:
         lane = tl.arange(0, 32)
         nodes = tl.where(lane < N, child, -1)
-        for bit in tl.static_range(5):
+        for bit in tl.static_range(_HOPS):
             further = _look_up(tree, _SIBLING + bit, nodes, SLOTS)
             nodes = tl.where(((lane >> bit) & 1) == 1, further, nodes)
         tokens = _look_up(tree, _TOKEN, nodes, SLOTS)

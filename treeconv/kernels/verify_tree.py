@@ -45,21 +45,18 @@ import triton.language as tl
 from treeconv.kernels import launch
 from treeconv.kernels.bonus_tokens import bonus_token
 from treeconv.kernels.child_tests import NEVER, first_accepted
-from treeconv.kernels.chunk_reductions import chunk_greatest, chunk_least
 from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_triple
-from treeconv.kernels.filter_units import is_kept, unit_shift
+from treeconv.kernels.filter_units import unit_shift
 from treeconv.kernels.filtered_rows import decide
 from treeconv.kernels.halves import drawn, greatest
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, place_of, publish
 from treeconv.kernels.row_chunks import (
-    chunk_mass,
     chunk_weight,
     prefetch,
     scales,
     unordered,
 )
-from treeconv.kernels.row_values import fetch, read, readable, values, whole
-from treeconv.kernels.sibling_lists import without
+from treeconv.kernels.row_values import fetch, read, readable, values
 from treeconv.kernels.tree_tables import first_child, first_siblings, tree_in_shared_memory
 
 if TYPE_CHECKING:
@@ -113,7 +110,6 @@ def _verify_tree_kernel(
     programs = tl.num_programs(0)
     b = tl.program_id(1)
     lane = tl.arange(0, 32)
-    offsets = tl.arange(0, CHUNK)
     slots = tl.arange(0, SLOTS)
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     TWO: tl.constexpr = chunks > 32  # a row's words fill both halves
@@ -247,11 +243,11 @@ def _verify_tree_kernel(
                 top_p = tl.load(top_p_ptr + b)
                 min_p = tl.load(min_p_ptr + b)
                 hit, last, filtered_sum, cut_chunk, cut_base, cut, cut_id, step = decide(
-                    first_child(tree, child_ptr, node, N, SLOTS, PTX), child_x, nodes, tokens, rest, left, coin,
-                    final, used < cap, row, row_sum, tops, sums, tops2, sums2,
-                    words_ptr + 384 * b, epoch, step, rank, programs, filtered, top_k, top_p, min_p, greedy,
-                    bonus, temperature, top_key, before, after, rate, limit, sibling_ptr, candidates_ptr, N,
-                    V, chunks, CHUNK, THREADS, VEC, SHIFT, FILTERS, PROBS, PTX,
+                    first_child(tree, child_ptr, node, N, SLOTS, PTX), child_x, nodes, tokens, rest, left,
+                    coin, final, used < cap, row, row_sum, tops, sums, tops2, sums2, words_ptr + 384 * b,
+                    epoch, step, rank, programs, filtered, top_k, top_p, min_p, greedy, bonus, temperature,
+                    top_key, before, after, rate, limit, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK,
+                    THREADS, VEC, SHIFT, FILTERS, PROBS, PTX,
                 )  # fmt: skip
             else:
                 hit, last, _ = first_accepted(
@@ -407,13 +403,13 @@ def verify_tree(
         SLOTS=max(32, triton.next_power_of_2(N)),
         chunks=triton.cdiv(V, chunk),
         CHUNK=chunk,
-        THREADS=32 * launch.warps_per_program(chunk),
+        THREADS=32 * launch.WARPS,
         VEC=launch.vector_size(rows),
         PROBS=temperature is None,
         FILTERS=0 if filters is None else 1 if filters.order == "sequential" else 2,
         SHIFT=unit_shift(torch.float32 if bias is not None else rows.dtype),
         PTX=not INTERPRETED and launch.speaks_ptx(rows.device),
-        num_warps=launch.warps_per_program(chunk),
+        num_warps=launch.WARPS,
         maxnreg=launch.REGISTERS,
         enable_fp_fusion=True,  # Triton's default until 3.10, and what the figures were measured with
     )
