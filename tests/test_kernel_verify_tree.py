@@ -444,6 +444,42 @@ def test_children_that_cover_the_support_leave_no_empty_residual(backend):
     assert out.accept_token_num.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(("V", "vector"), [(1030, 1), (1040, 4)])
+@pytest.mark.parametrize("offset", [0.0, 900.0, -3000.0, 20000.0])
+def test_warps_whose_exponents_are_out_of_reach(backend, V, vector, offset):
+    """A warp's masses are relative to its own maximum, made anew where |max / T| is 1024 bits or more.
+
+    All of a row is there, or one warp's tokens alone; coins are 1e-4 beside the boundaries.
+    """
+    gen = np.random.default_rng(17)
+    warp = np.arange(V) // vector % 128 // 32
+    for low in (0.0, -700.0, -2500.0, -1e9, -math.inf):
+        case = Case(N=4, V=V)
+        for T in (0.3, 1.0, 7.0):
+            row = gen.normal(size=V) * 2 * T + offset
+            tokens = [0, 37, 500, 1027]
+            row[tokens[1:]] += 6 * T
+            row = np.where(warp == 1, row + low, row).astype(np.float32).astype(np.float64)
+            p = np.exp((row - row.max()) / np.float64(np.float32(T)))
+            ends = np.cumsum(p[tokens[1:]] / p.sum())
+            for coin in (*(ends - 1e-4), *(ends + 1e-4)):
+                case.add([-1, 0, 0, 0], tokens, [row.tolist()] * 4, T=T, coins=[float(coin)] * 4, final=0.4)
+        assert (
+            check(backend, case, 2, probs=False, band=3e-5) <= 9
+        )  # of 18: the bonus has boundaries everywhere
+
+
+def test_what_is_left_of_a_chunk_far_below_its_maximum(backend):
+    """Coin 1 and a remainder of 2^-140: not lost to a token without mass, though float32 cannot hold it."""
+    V, step = 1030, math.log(2.0) * 70
+    row = [-math.inf] * V
+    row[0], row[32], row[33] = 0.0, -step, -2 * step  # the last two in a warp of their own
+    case = Case(N=3, V=V)
+    case.add([-1, 0, 0], [9, 0, 32], [row, row, row], coins=[1.0] * 3, final=0.5)
+    (tokens,) = run(backend, *case.tensors(), 2).tokens
+    assert tokens[0] in (32, 33)
+
+
 def test_every_accept_slot_and_the_cap(backend):
     """K9 B56: at the cap nothing is tested and the bonus comes from all of p."""
     case = Case(N=5, V=2)
