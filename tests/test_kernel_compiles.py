@@ -19,11 +19,19 @@ if not torch.cuda.is_available():  # other tests of this process take Triton's i
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from treeconv.kernels import launch  # noqa: E402  (after the environment is set)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 COMPILE = """
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
+
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -39,11 +47,26 @@ from treeconv.kernels import launch
 from treeconv.kernels import verify_tree as module
 from treeconv.processors import Processors, bitmask_words
 
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 kernel = module._verify_tree_kernel
+compiled = []
 
 class Launcher:
     def __getitem__(self, grid):
-        return lambda *arguments, **options: kernel.warmup(*arguments, grid=grid, **options)
+        return lambda *arguments, **options: compiled.append(kernel.warmup(*arguments, grid=grid, **options))
+
+def misplaced(ttgir):
+    # Our PTX meets across warps as if thread t had element t of [THREADS], and that alone.
+    layouts = dict(re.findall("(#\\\\w+) = (#ttg.blocked<.*?>)", ttgir))
+    fitting = re.compile(
+        "sizePerThread = .1(, 1, [0-9]+)?., threadsPerWarp = .(1, 32, 1|32)., warpsPerCTA = .(1, 4, 1|4)."
+    )
+    for line in ttgir.splitlines():
+        if "elementwise_inline_asm" in line and ("bar.sync" in line or "redux" in line):
+            for layout in re.findall("tensor<128x[a-z0-9]+, (#.*?)>(?:,| ->|$| loc)", line.split("} ")[-1]):
+                name = re.search("(#(?!ttg)\\\\w+)", layout)[1]
+                if not fitting.search(layouts.get(name, "")):
+                    yield layouts.get(name, name)
 
 module._verify_tree_kernel = Launcher()
 for case in sys.argv[1:]:
@@ -51,8 +74,11 @@ for case in sys.argv[1:]:
     B, N, V = 3, int(N), int(V)
     rows = torch.empty(1, dtype=getattr(torch, dtype)).as_strided((B, N, V), (0, 0, 0))
 
+    padded = next((int(word[7:]) for word in held if word.startswith("stride=")), V)
+
     class Rows:
-        shape, dtype, stride = (B, N, V), rows.dtype, staticmethod(lambda axis: (N * V, V, 1)[axis])
+        shape, dtype = (B, N, V), rows.dtype
+        stride = staticmethod(lambda axis: (N * padded, padded, 1)[axis])
         data_ptr, element_size, device = staticmethod(lambda: 0), rows.element_size, rows.device
 
     def of(kind, *shape):
@@ -72,7 +98,12 @@ for case in sys.argv[1:]:
         processors = Processors(bias, mask)
     launched = launch.Workspace("cpu"), int(programs), filters, processors
     module.verify_tree(*trees, Rows(), temperature, *coins, *outputs, *launched)
-    print("compiled", case, flush=True)
+    for layout in misplaced(compiled[-1].asm["ttgir"]):
+        print("misplaced", case, layout, flush=True)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled[-1].asm["cubin"])
+        usage = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    print("compiled", case, "shared", max(map(int, re.findall("SHARED:([0-9]+)", usage.stdout))), flush=True)
 """
 
 
@@ -105,8 +136,20 @@ def compiled(*cases: str) -> str:
         ("1,1,bfloat16,logits,,1,bias,bitmask", "64,4096,bfloat16,logits,,2,bitmask"),
         ("71,1030,float16,logits,,2,bias,bitmask", "16,163840,bfloat16,logits,,40,bias"),
         ("1,37,float32,logits,joint,1,bias,bitmask",),
+        # Requests aligned to 16 and rows not; rows aligned, as a vocabulary is padded, and V not.
+        ("4,4,float32,logits,,1", "8,1030,float16,logits,sequential,1", "4,1020,float32,probs,joint,1"),
+        ("16,50257,bfloat16,logits,,13,stride=50304", "4,1030,float32,probs,joint,1,stride=1040"),
+        ("16,50257,bfloat16,logits,sequential,13,stride=50304,bitmask",),
     ],
     ids=lambda cases: cases[0],
 )
 def test_every_way_to_launch_compiles(cases):
-    assert compiled(*cases).count("compiled") == len(cases)
+    said = compiled(*cases)
+    assert said.count("compiled") == len(cases)
+    assert "misplaced" not in said, said
+
+
+def test_a_program_has_the_shared_memory_that_co_residency_counts_on():
+    """The most that is compiled in; the system takes a KiB more."""
+    said = compiled("1024,163840,bfloat16,logits,sequential,20,bias,bitmask")
+    assert 0 < int(said.split("shared ")[1].split()[0]) + 1024 <= launch.SHARED_BYTES

@@ -128,10 +128,11 @@ def input_tensors(tensors: CaseTensors) -> dict[str, torch.Tensor]:
     return named
 
 
-def as_views(tensors: CaseTensors) -> CaseTensors:
+def as_views(tensors: CaseTensors, *, aligned: bool = False) -> CaseTensors:
     """The same call, each tensor that a batch may bring as a view of a larger one.
 
     Requests lie along the last dimension but the vocabulary's, with a trap behind each: NaN, an id, a bit.
+    ``aligned``: rows are padded to a multiple of 16, as engines pad a vocabulary, else by three.
     """
     import torch  # noqa: PLC0415
 
@@ -145,10 +146,11 @@ def as_views(tensors: CaseTensors) -> CaseTensors:
             return None
         trap = torch.nan if tensor.dtype.is_floating_point else -1
         inner = tensor.transpose(0, 1) if tensor.ndim == 3 else tensor
-        shape = (*inner.shape[:-1], inner.shape[-1] + 3)
+        width = inner.shape[-1]
+        shape = (*inner.shape[:-1], (width // 16 + 1) * 16 if aligned else width + 3)
         buffer = torch.full(shape, trap, dtype=tensor.dtype, device=tensor.device)
-        buffer[..., :-3] = inner
-        view = buffer[..., :-3]
+        view = buffer[..., :width]
+        view.copy_(inner)
         return view.transpose(0, 1) if tensor.ndim == 3 else view
 
     batch = VerifyInput(**{name: along_requests(tensor) for name, tensor in vars(tensors.batch).items()})

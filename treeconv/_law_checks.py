@@ -233,10 +233,13 @@ def accepted_length(case: VerifyCase, backend: Backend, device: str) -> int:
 def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
     """A request decides alike alone, in the batch, permuted and padded; and where its tensors are views."""
     together = decide(case, backend, device)
-    views = together
+    views, aligned = together, together
     if backend.traits.takes_views:
+        trees = [request.tree for request in case.requests]
         output = submit(as_views(case.tensors(device)), case.kind, backend)
-        views = observe([request.tree for request in case.requests], output, case.slots)
+        views = observe(trees, output, case.slots)
+        output = submit(as_views(case.tensors(device), aligned=True), case.kind, backend)
+        aligned = observe(trees, output, case.slots)
     reverse = decide(case.replace_requests(case.requests[::-1]), backend, device)
     padded = decide(
         replace(case.replace_requests(case.requests), num_draft_tokens=case.slots + 3), backend, device
@@ -254,11 +257,12 @@ def batch_invariance(case: VerifyCase, backend: Backend, device: str) -> int:
             "in the reversed batch": reverse[::-1][index],
             "padded by 3 slots": padded[index],
             "handed over as views, strided": views[index],
+            "handed over as views, rows padded to a multiple of 16": aligned[index],
         }
         for where, got in others.items():
             if got != want:
                 raise Violation(index, f"{where}: {got}", f"as alone: {want}")
-    return 4 * len(case.requests)
+    return 5 * len(case.requests)
 
 
 def purity(case: VerifyCase, backend: Backend, device: str) -> int:

@@ -45,8 +45,11 @@ def chunk_size(V: int) -> int:
 
 
 def vector_size(rows: torch.Tensor) -> int:
-    """Elements Triton loads at once: 16 bytes where it can prove the alignment, else one."""
-    numbers = (rows.shape[2], rows.stride(0), rows.stride(1), rows.data_ptr())
+    """Elements of a chunk side by side in a thread: 16 bytes where Triton can prove the alignment, else one.
+
+    The reductions across warps rest on it. V does not matter: it is in the mask of a load alone.
+    """
+    numbers = (rows.stride(0), rows.stride(1), rows.data_ptr())
     return 16 // rows.element_size() if all(number % 16 == 0 for number in numbers) else 1
 
 

@@ -52,6 +52,7 @@ from treeconv.kernels.halves import drawn, greatest
 from treeconv.kernels.published_words import all_words, keys_of, masses_of, place_of, publish
 from treeconv.kernels.row_chunks import (
     chunk_weight,
+    opaque,
     prefetch,
     scales,
     unordered,
@@ -128,7 +129,9 @@ def _verify_tree_kernel(
         mask_ptr += b64 * mask_stride_b
 
     # All that the root's step waits for, before anything waits.
-    row = (rows_ptr, bias_ptr, mask_ptr)
+    # The root is no constant here, so that its row's address is as aligned as any, and laid out likewise.
+    root = opaque(tl.zeros([], tl.int32), PTX)
+    row = (rows_ptr + root.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
     fetched = fetch(row, rank * CHUNK, V, NO_MASS, CHUNK, VEC)
     epoch = tl.load(epochs_ptr + b, volatile=True)
     final = tl.load(final_ptr + b)
