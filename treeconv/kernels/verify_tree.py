@@ -15,10 +15,13 @@ yields three numbers that do not depend on who computes them: its maximum ``c``,
 these triples in a fixed order: ``m = max c``, weights ``exp((c - m) / T)``. So results are bit-identical
 alone, padded, permuted, in any batch and for any number of programs. Sums are trees of at most 48 roundings.
 With ``r = fl(log2(e) / T)`` a chunk's mass is ``exp2(fma(x, r, -k))``, ``k = fl(c * r)``, and its weight
-``exp2(fma(-m, r, k))``: ``k`` cancels, so its rounding is no error, and the exponent is rounded once. Where
-``|k| >= 1024`` or T is outside [2^-64, 2^64], and for the children, the mass is ``exp2(((x - c) * s) * r)``
-with a power of two ``s`` that keeps ``r``, and so the quotient, in range: three roundings in the argument.
-Each factor is one ``ex2.approx.ftz`` (2^-22.5); a mass below 2^-126 is zero. A child is accepted when
+``exp2(fma(-m, r, k))``: ``k`` cancels, so its rounding is no error, and the exponent is rounded once. The
+chunk's sum is made of its warps' in the same way, each with the ``c`` and ``k`` of its own tokens, weighing
+``exp2(k_warp - k)``; of what is left without the children, less than 2^-100 of ``c``'s mass counts as none.
+Where a ``|k| >= 1024`` or T is outside [2^-64, 2^64], and for the children, the mass is
+``exp2(((x - c) * s) * r)`` with a power of two ``s`` that keeps ``r``, and so the quotient, in range: three
+roundings in the argument, and ``c`` is the chunk's. Each factor is one ``ex2.approx.ftz`` (2^-22.5); a mass
+below 2^-126 is zero. A child is accepted when
 its mass is positive and ``acc > coin * S``, acc being the float32 prefix sum of the children's masses, by
 blocks of 32, and S the row's sum (1 for probabilities). This and ``cumsum(t) > v * S`` are decided in
 float64, where the product of two float32 is exact: on dyadic probabilities the whole walk is exact.
@@ -26,10 +29,11 @@ float64, where the product of two float32 is exact: on dyadic probabilities the 
 **Co-operation.** The grid is (programs, B). The programs of a request split the chunks of each row that the
 walk visits. A triple is published as one word of 128 bits, with a tag in it, so that one load tells that it
 is there and what it is: no fence, no counter (:mod:`.published_words`). Tags do not repeat (an epoch per
-request, advanced by the first program at its end; they would after 2^32 rows), so nothing is cleared between
-calls and replays. Rows alternate between two places in scratch: no program writes a place before every
-program of the request has read what it held. All programs take the same decisions from the same words; the
-first one writes the outputs. Progress needs the programs of one request to be co-resident:
+request, advanced at the end by the program that writes the outputs; they would after 2^32 rows), so nothing
+is cleared between calls and replays. Rows alternate between two places in scratch: no program writes a place
+before every program of the request has read what it held. All programs take the same decisions from the same
+words; the one that summed the bonus's chunk, and still has it in its cache, draws the bonus and writes the
+outputs. Progress needs the programs of one request to be co-resident:
 :func:`~.launch.programs_per_request` sees to it. Two launches that may overlap in time must not share a
 workspace, and rows must not be written to while a launch reads them.
 """
