@@ -132,8 +132,8 @@ def _verify_tree_kernel(
     if mask_ptr is not None:
         mask_ptr += b64 * mask_stride_b
 
-    # All that the root's step waits for, before anything waits.
-    # The root is no constant here, so that its row's address is as aligned as any, and laid out likewise.
+    # All that the root's step waits for, before anything waits. The root is no constant here, so that its
+    # row's address is as aligned as any, and its chunks are laid out likewise.
     root = opaque(tl.zeros([], tl.int32), PTX)
     row = (rows_ptr + root.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
     fetched = fetch(row, rank * CHUNK, V, NO_MASS, CHUNK, VEC)
@@ -167,9 +167,8 @@ def _verify_tree_kernel(
     step = -1
     status = 0
     bonus = 0  # greedy: the argmax of the last row
-    last_chunk = (
-        0  # where the bonus token is, what precedes it there, and the maxima of the row and the chunk
-    )
+    # Where the bonus token is, what precedes it there, and the maxima of the row and the chunk.
+    last_chunk = 0
     last_base = 0.0
     last_top = 0.0
     chunk_top = 0.0
