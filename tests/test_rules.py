@@ -26,6 +26,7 @@ from treeconv.errors import BackendUnavailable, LawBroken
 from treeconv.judge import judge, target_rows
 from treeconv.laws import BACKEND_LAWS, law_named, why_not
 from treeconv.oracle import TargetRows
+from treeconv.oracle._rules import _Law
 from treeconv.processors import RequestProcessors
 from treeconv.rules import RULES, Rule, check_pairing
 from treeconv.sampling import target_probs
@@ -364,3 +365,21 @@ def test_a_boundary_beyond_float32_is_swept_in_silence():
     rows = TargetRows.from_probs([[0.5, 0.5]] * 2).under("chain", [[1e-39, 1.0]] * 2)
     coins = oracle.sweep_coins(DraftTree.chain([0, 0]), rows)
     assert {accept[0] for accept, _ in coins} >= {0.0, 1.0}
+
+
+def test_bands_stay_in_order_where_little_is_left_of_a_draft_law():
+    """What is left beside a token of nearly everything: who divides by 1 - q there may get anything.
+
+    The band of the law after that was turned over, and a right sampler flagged.
+    """
+    q = np.array([2.0**-32, 2.0**-29, 1.0, 0.0, 0.0])
+    law = _Law(q, q, q, is_exact=True)
+    for token in (2, 4, 0):
+        law = law.without(token)
+        assert (law.low >= 0).all()
+        assert (law.low <= law.best).all()
+        assert (law.best <= law.high).all()
+        assert np.isfinite(law.high).all()
+    even = np.array([0.25, 0.25, 0.5])
+    left = _Law(even, even, even, is_exact=True).without(2)
+    assert np.allclose(left.low, left.high, rtol=1e-5)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ChildTest", "Plan", "draft_law", "plans"]
 
 _EXACT_ROUNDING = Fraction(2**24 - 1, 2**24)
+_MOST = 2.0**25  # a mass divided by 1 - q, which float32 has no smaller than 2^-24, is below
 _NOMINAL = 1e-5  # a draft law whose sum is this close to 1 may be divided by 1 - q instead of a sum
 
 
@@ -144,15 +145,20 @@ class _Law:
         """Renormalised without one token; as it is where nothing else has mass."""
         best, low, high = self.best.copy(), self.low.copy(), self.high.copy()
         best[token], low[token], high[token] = best[token] * 0, 0.0, 0.0
-        left = float(low.sum())
-        if left == 0:
+        if not high.any():
             return _Law(best, low, high)
         # Some divide by the sum of what is left, others by 1 - q: both are right for a law that sums to 1.
-        off = abs(1 - float(self.low.sum()))
+        off = max(abs(1 - float(self.low.sum())), abs(1 - float(self.high.sum())))
         error = sum_error(low.size) + 2 * ROUNDING + FLOAT64_SLACK
-        if off < _NOMINAL:
-            error += (off + ROUNDING) / left
-        return _Law(best / best.sum(), low / left * (1 - error), high / left * (1 + error))
+        if float(self.low.sum()) < 1 + _NOMINAL and float(self.high.sum()) > 1 - _NOMINAL:
+            left = float(low.sum())
+            error += (off + ROUNDING) / left if left > 0 else inf
+        most, least = (_sums_before(of) + _sums_behind(of) for of in (high, low))  # of the others
+        with np.errstate(divide="ignore", invalid="ignore"):
+            low = np.where(low > 0, low / (low + most), 0.0) * max(1 - error, 0.0)
+            high = np.where(high > 0, high / (high + least) * (1 + error), 0.0)
+        total = best.sum()
+        return _Law(best / total if total > 0 else best, low, np.minimum(high, _MOST))
 
     def bonus(self) -> Bonus:
         """The draw from these masses."""
