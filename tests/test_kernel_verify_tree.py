@@ -464,9 +464,8 @@ def test_warps_whose_exponents_are_out_of_reach(backend, V, vector, offset):
             ends = np.cumsum(p[tokens[1:]] / p.sum())
             for coin in (*(ends - 1e-4), *(ends + 1e-4)):
                 case.add([-1, 0, 0, 0], tokens, [row.tolist()] * 4, T=T, coins=[float(coin)] * 4, final=0.4)
-        assert (
-            check(backend, case, 2, probs=False, band=3e-5) <= 9
-        )  # of 18: the bonus has boundaries everywhere
+        skipped = check(backend, case, 2, probs=False, band=3e-5)
+        assert skipped <= 9  # of 18: the bonus has boundaries everywhere
 
 
 def test_what_is_left_of_a_chunk_far_below_its_maximum(backend):

@@ -114,7 +114,9 @@ def chunk_triple(
 
     A chunk with NaN (for probabilities, negative ones too) has the key ``NAN_KEY``, else one with +inf
     ``INF_KEY``, and one of no mass ``EMPTY_KEY``. Where ``greedy`` the sum's bits are the lowest index of the
-    maximum. ``tokens``, ``rest`` and ``left`` are the children's first block.
+    maximum. ``child`` is the first child; ``tokens``, ``rest`` and ``left`` are the children's first block.
+
+    Returns these three and ``fetched``, what is in flight of the chunk that begins at ``following``.
     """
     bad = 0
     if PROBS:
