@@ -239,26 +239,28 @@ class _LazyWalk:
         equal ``exp((x - max) / T)``. Zero behind the vocabulary. Valid until the next call: every level
         uses the same memory, since fresh pages cost as much as the softmax itself.
         """
-        rows = self._gather(requests)
+        given = self._gather(requests)
         if self._scratch is None:
             width = -(-self._vocab // _BLOCK) * _BLOCK
-            self._scratch = torch.empty((len(requests), width), device=rows.device)
+            self._scratch = torch.empty((len(requests), width), device=given.device)
             if width > self._vocab:
                 self._scratch[:, self._vocab :] = 0.0
         size, width = self._scratch.shape
         padded = self._scratch if len(requests) == size else self._scratch[: len(requests)]
         values = padded if width == self._vocab else padded[:, : self._vocab]
-        values.copy_(rows)
-        peaks = values.amax(dim=1, keepdim=True)
-        lows = values.amin(dim=1).tolist() if self._temperatures is None else None
+        # Float32 logits are read where they are: a pass less.
+        is_in_place = self._temperatures is not None and given.dtype == torch.float32
+        rows = given if is_in_place else values.copy_(given)
+        peaks = rows.amax(dim=1, keepdim=True)
+        lows = rows.amin(dim=1).tolist() if self._temperatures is None else None
         usable = self._drop_unusable(requests, [peak for (peak,) in peaks.tolist()], lows)
         if len(usable) < len(requests):
             keep = torch.tensor(usable, dtype=torch.int64, device=rows.device)
-            padded, peaks = padded[keep], peaks[keep]
+            rows, padded, peaks = rows[keep], padded[keep], peaks[keep]
             values = padded.narrow(1, 0, self._vocab)
             requests = [requests[place] for place in usable]
         if self._temperatures is not None and requests:
-            values.sub_(peaks)
+            torch.sub(rows, peaks, out=values)
             scales = [self._temperatures[request] * _LN2 for request in requests]
             if 1 / _LARGEST_RECIPROCAL < min(scales) <= max(scales) < _LARGEST_RECIPROCAL:
                 # A product is twice as fast as a quotient, and needs no tensor for a single factor.
@@ -276,7 +278,7 @@ class _LazyWalk:
         if filtered:
             places = torch.tensor([usable[lane] for lane in filtered], device=rows.device)
             lanes = torch.tensor(filtered, device=rows.device)
-            values[lanes] *= self._kept(rows[places], values[lanes], [requests[lane] for lane in filtered])
+            values[lanes] *= self._kept(given[places], values[lanes], [requests[lane] for lane in filtered])
         return requests, padded
 
     def _kept(self, rows: torch.Tensor, weights: torch.Tensor, requests: list[int]) -> torch.Tensor:
