@@ -5,15 +5,18 @@ Adds to docs/no_false_alarms.json, with a new seed for each job of a law, and wr
 May be killed at any time: what is lost are the jobs that were running, a minute's work.
 
     python ci/no_false_alarms.py --seconds 3600      # the least tried laws first
+    python ci/no_false_alarms.py --cuda --jobs 16    # `triton` too, on a CUDA device: far more cases a second
     python ci/no_false_alarms.py --render            # the table alone
 
-A law's default is 200 cases; a hundred times that, for each sampler and law, is the aim.
+A law's default is 200 cases; a hundred times that, for each sampler and law, is the aim. Our samplers, and odd
+ones that differ in how they round or draw (`FIRST`), come before the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 import threading
@@ -24,11 +27,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels run on the CPU
+if "--cuda" not in sys.argv:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels run on the CPU
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "quality"), str(ROOT / "tests")]
 
 import together  # noqa: E402
+import torch  # noqa: E402
 from hypothesis import given, seed  # noqa: E402
 from hypothesis.strategies import just  # noqa: E402
 from right_samplers import RIGHT  # noqa: E402
@@ -46,6 +51,16 @@ if TYPE_CHECKING:
 
 RESULTS, TABLE = ROOT / "docs" / "no_false_alarms.json", ROOT / "docs" / "no_false_alarms.md"
 OURS = ("reference", "eager", "triton")
+ON_CUDA = "triton on CUDA"
+FIRST = (
+    "reference",
+    "eager",
+    ON_CUDA,
+    "right_samplers.InFloat64",
+    "right_samplers.InReverse",
+    "right_samplers.InBfloat16",
+    "rng_faults.DrawAndMatch",
+)
 AIM = 100 * DEFAULT_MAX_EXAMPLES
 LONGEST = 40  # seconds after which a job's further cases are left to the next one
 SLOW_EVERY = 200  # a slow sampler's share of the cases: one in so many
@@ -55,9 +70,10 @@ HEAD = """# No false alarms
 
 Right samplers, ours and odd ones (`tests/quality/right_samplers.py`), under every law that applies to them:
 {cases} cases, {decisions} decisions, **{alarms} alarms**. The aim is {aim} cases for each of {pairs} pairs of
-sampler and law; {reached} pairs have reached it so far. A case counts once for each sampler judged on it. Few
-cases are for slow pairs: `triton`, which runs in its interpreter here, and `filter_faults.Pivot` under
-`filters-wide`. Made by `ci/no_false_alarms.py`, which adds to it.
+sampler and law; {reached} pairs have reached it so far, {first} of the {firsts} of the samplers that come first: ours
+(`triton` on a CUDA device), those in float64, bf16 and reverse order, and draw-and-match. A case counts once
+for each sampler judged on it. Few cases are for slow pairs: `triton` in its interpreter, and
+`filter_faults.Pivot` under `filters-wide`. Made by `ci/no_false_alarms.py`, which adds to it.
 
 """
 
@@ -77,12 +93,19 @@ def known_as(made: type) -> str:
 
 def sampler_named(name: str) -> object:
     """A right sampler, made anew."""
+    if name == ON_CUDA:
+        return get_backend("triton")
     return get_backend(name) if name in OURS else next(made for made in RIGHT if known_as(made) == name)()
 
 
 def sampler_names() -> list[str]:
     """Ours, then the odd ones."""
-    return [*OURS, *map(known_as, RIGHT)]
+    return [*OURS, ON_CUDA, *map(known_as, RIGHT)]
+
+
+def can_run(name: str) -> bool:
+    """Whether this process can: `triton` is interpreted, or it is on a device."""
+    return name not in ("triton", ON_CUDA) or (name == ON_CUDA) == ("TRITON_INTERPRET" not in os.environ)
 
 
 def is_slow(name: str, law: str) -> bool:
@@ -124,14 +147,14 @@ class Found(NamedTuple):
 
 def judged(job: Job) -> Found:
     """Cases of one law, each on all its samplers; who is flagged sits out the rest of the job."""
-    import torch  # noqa: PLC0415
-
     torch.set_num_threads(1)
     law, drawn, started = law_named(job.law), 0, time.monotonic()
     samplers: Any = {name: sampler_named(name) for name in job.samplers}
     place = 61 * job.seed % job.slow_every  # another one in each job: some end before their last cases
     for name, sampler in samplers.items():
-        sampler.name = name.replace(".", ":")  # as `treeconv replay` loads it
+        if name != ON_CUDA:
+            sampler.name = name.replace(".", ":")  # as `treeconv replay` loads it
+    cuda = samplers.pop(ON_CUDA, None)
     cases: Counter[str] = Counter()
     decisions: Counter[str] = Counter()
     alarms: dict[str, str] = {}
@@ -146,25 +169,33 @@ def judged(job: Job) -> Found:
             for name, sampler in samplers.items()
             if name not in alarms and not (is_slow(name, law.name) and drawn % job.slow_every != place)
         }
-        for sampler, count, error in together.judged(law, case, list(asked)):
+        verdicts = list(together.judged(law, case, list(asked)))
+        if cuda is not None and ON_CUDA not in alarms:
+            asked[cuda] = ON_CUDA
+            verdicts.append((cuda, *together.alone(law, case, cuda, "cuda")))
+        for sampler, count, error in verdicts:
             name = asked[sampler]
             cases[name] += 1
             decisions[name] += count
             if error is not None:
-                alarms[name] = alarm(law, case, sampler, error)
+                alarms[name] = alarm(law, case, sampler, error, "cuda" if sampler is cuda else "cpu")
 
     with_settings(given(case=cases_for(law.cases))(judge), law.name, job.cases, f"together {job.seed}")()
     return Found(job, cases, decisions, alarms, time.monotonic() - started)
 
 
-def alarm(law: Law, case: VerifyCase, sampler: Any, error: Exception) -> str:
+def alarm(law: Law, case: VerifyCase, sampler: Any, error: Exception, device: str) -> str:
     """What a person reads; the case, as small as a minute makes it, is saved for a replay."""
     if not isinstance(error, LawBroken):
         text = f"crashed: {law.name}\n" + "".join(traceback.format_exception(error))
         return failure_text(LawBroken(text, law=law.name, backend=sampler.name, case=case))
     ends = time.monotonic() + 60
     return failure_text(
-        shrink(error, lambda smaller: law.run(smaller, sampler), should_stop=lambda: time.monotonic() > ends)
+        shrink(
+            error,
+            lambda smaller: law.run(smaller, sampler, device),
+            should_stop=lambda: time.monotonic() > ends,
+        )
     )
 
 
@@ -221,18 +252,23 @@ class Board:
         return self.counts.get(name, {}).get(law, [0])[0]
 
     def next_job(self, slow_every: int) -> Job | None:
-        """Of the least tried law, on all samplers that are short of the aim; slow ones alone come last."""
+        """Of the least tried law, on the samplers that are short of the aim.
+
+        The first ones come first, slow ones alone last.
+        """
         waiting = []
         for law, names in self.pairs.items():
-            due = [name for name in names if self.cases_of(name, law) < AIM]
+            due = [name for name in names if can_run(name) and self.cases_of(name, law) < AIM]
+            late = not set(due) & set(FIRST)
+            due = due if late else [name for name in due if name in FIRST]
             quick = [name for name in due if not is_slow(name, law)]
             tried = min((self.cases_of(name, law) for name in quick or due), default=AIM)
             tried += self.running[law]
             if due and (tried < AIM or not quick):
-                waiting.append((not quick, tried, law, due))
+                waiting.append((not quick, late, tried, law, due))
         if not waiting:
             return None
-        only_slow, _, law, due = min(waiting, key=lambda job: job[:2])
+        only_slow, _, _, law, due = min(waiting, key=lambda job: job[:3])
         self.seeds[law] += 1
         self.running[law] += FEW if only_slow else DEFAULT_MAX_EXAMPLES
         if only_slow:
@@ -252,9 +288,10 @@ class Board:
         """Write the counts, a sampler a line, atomically."""
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(laws)}" for name, laws in self.counts.items())
         count = sum(map(len, self.pairs.values()))
+        firsts = sum(name in FIRST for names in self.pairs.values() for name in names)
         part = RESULTS.with_suffix(".part")
         part.write_text(
-            f'{{"pairs": {count}, "band": {json.dumps(self.shares)},\n "seeds": {json.dumps(self.seeds)},\n'
+            f'{{"pairs": {count}, "firsts": {firsts}, "band": {json.dumps(self.shares)},\n "seeds": {json.dumps(self.seeds)},\n'
             f' "judged": {{\n{lines}}}}}\n'
         )
         part.replace(RESULTS)
@@ -272,6 +309,8 @@ def render() -> str:
         aim=f"{AIM:,}",
         pairs=stored["pairs"],
         reached=sum(counts[0] >= AIM for counts in every),
+        first=sum(counts[0] >= AIM for name in FIRST for counts in results.get(name, {}).values()),
+        firsts=stored["firsts"],
     )
     rows = []
     for name, laws in results.items():
@@ -285,8 +324,10 @@ def render() -> str:
     return f"{head}{table}\n\n{BAND}\n{band}\n"
 
 
-def end_with(parent: int) -> None:
-    """Let a worker end soon after its parent was killed: nobody would take what it finds."""
+def end_with(parent: int, devices: int) -> None:
+    """Let a worker end soon after its parent was killed, whom it would tell; and give it a CUDA device."""
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(os.getpid() % devices)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -313,6 +354,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--slow-every", type=int, default=SLOW_EVERY)
+    parser.add_argument(
+        "--cuda", action="store_true", help="judge `triton` on a CUDA device, not interpreted"
+    )
     parser.add_argument("--render", action="store_true")
     options = parser.parse_args()
     if options.render:
@@ -321,7 +365,11 @@ def main() -> int:
     board = Board()
     ends = time.monotonic() + options.seconds
     alarms = 0
-    with ProcessPoolExecutor(options.jobs, initializer=end_with, initargs=(os.getpid(),)) as pool:
+    devices = torch.cuda.device_count() if options.cuda else 0
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(
+        options.jobs, mp_context=spawn, initializer=end_with, initargs=(os.getpid(), devices)
+    ) as pool:
         running: set[Future[Found]] = set()
         while True:
             while len(running) < options.jobs and time.monotonic() < ends:

@@ -199,7 +199,7 @@ def judged(law, case, samplers):
             yield from ((member.sampler, decisions, None) for member in together.members)
             waiting = together.left
         for asked in waiting:
-            yield asked.sampler, *_alone(law, case, asked.from_the_start())
+            yield asked.sampler, *alone(law, case, asked.from_the_start())
 
 
 def _by_what_is_handed(case, samplers):
@@ -222,8 +222,9 @@ def _by_what_is_handed(case, samplers):
     yield from groups
 
 
-def _alone(law, case, sampler):
+def alone(law, case, sampler, device="cpu"):
+    """What it decided, and what ``law.run`` raised or None."""
     try:
-        return law.run(case, sampler), None
+        return law.run(case, sampler, device), None
     except Exception as error:  # noqa: BLE001  # a crash of the law's own is a finding too
         return 0, error
