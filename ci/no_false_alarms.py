@@ -8,8 +8,8 @@ May be killed at any time: what is lost are the jobs that were running, a minute
     python ci/no_false_alarms.py --cuda --jobs 16    # `triton` too, on a CUDA device: far more cases a second
     python ci/no_false_alarms.py --render            # the table alone
 
-A law's default is 200 cases; a hundred times that, for each sampler and law, is the aim. Our samplers, and odd
-ones that differ in how they round or draw (`FIRST`), come before the others.
+A law's default is 200 cases; a hundred times that, for each sampler and law, is the aim. Our samplers, and
+odd ones that differ in how they round or draw (`FIRST`), come before the others.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ HEAD = """# No false alarms
 
 Right samplers, ours and odd ones (`tests/quality/right_samplers.py`), under every law that applies to them:
 {cases} cases, {decisions} decisions, **{alarms} alarms**. The aim is {aim} cases for each of {pairs} pairs of
-sampler and law; {reached} pairs have reached it so far, {first} of the {firsts} of the samplers that come first: ours
-(`triton` on a CUDA device), those in float64, bf16 and reverse order, and draw-and-match. A case counts once
-for each sampler judged on it. Few cases are for slow pairs: `triton` in its interpreter, and
+sampler and law; {reached} pairs have reached it so far. {firsts} pairs come first, those of our samplers
+(`triton` on a CUDA device), of one in float64, one in bf16, one that sums in reverse order, and of
+draw-and-match: of these {first} have reached it, and the fewest cases are {fewest}. A case counts once for
+each sampler judged on it. Few cases are for slow pairs: `triton` in its interpreter, and
 `filter_faults.Pivot` under `filters-wide`. Made by `ci/no_false_alarms.py`, which adds to it.
 
 """
@@ -291,7 +292,8 @@ class Board:
         firsts = sum(name in FIRST for names in self.pairs.values() for name in names)
         part = RESULTS.with_suffix(".part")
         part.write_text(
-            f'{{"pairs": {count}, "firsts": {firsts}, "band": {json.dumps(self.shares)},\n "seeds": {json.dumps(self.seeds)},\n'
+            f'{{"pairs": {count}, "firsts": {firsts}, "band": {json.dumps(self.shares)},\n'
+            f' "seeds": {json.dumps(self.seeds)},\n'
             f' "judged": {{\n{lines}}}}}\n'
         )
         part.replace(RESULTS)
@@ -302,6 +304,7 @@ def render() -> str:
     stored = json.loads(RESULTS.read_text())
     results, shares = stored["judged"], stored["band"]
     every = [counts for laws in results.values() for counts in laws.values()]
+    firsts = [counts for name in FIRST for counts in results.get(name, {}).values()]
     head = HEAD.format(
         cases=f"{sum(counts[0] for counts in every):,}",
         decisions=f"{sum(counts[1] for counts in every):,}",
@@ -309,8 +312,9 @@ def render() -> str:
         aim=f"{AIM:,}",
         pairs=stored["pairs"],
         reached=sum(counts[0] >= AIM for counts in every),
-        first=sum(counts[0] >= AIM for name in FIRST for counts in results.get(name, {}).values()),
+        first=sum(counts[0] >= AIM for counts in firsts),
         firsts=stored["firsts"],
+        fewest=f"{min(counts[0] for counts in firsts):,}",
     )
     rows = []
     for name, laws in results.items():
