@@ -25,7 +25,7 @@ from treeconv._drive import (
     spread_coins,
     submit,
 )
-from treeconv.case import Request, VerifyCase
+from treeconv.case import UNUSABLE, Request, VerifyCase, round_rows
 from treeconv.filters import Cuts, Filters
 from treeconv.judge import Observed, Violation, is_ambiguous, judge, observe, target_rows
 from treeconv.processors import RequestProcessors, pack_bitmask
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _MAX_FINAL = 16  # boundaries of a bonus draw that are swept: all, but over wide vocabularies
+_WIDER = 70  # tokens that a vocabulary is made wider by: two blocks of 32 at least
 _LEAST_TEMPERED_GAP = 200  # exp(-200) is 0 in float32
 
 
@@ -156,7 +157,21 @@ def greedy(case: VerifyCase, backend: Backend, device: str) -> int:
             if (observed.path, observed.tokens) != want:
                 why = f"temperature {temperature!r}: the lowest-index argmax of each row decides"
                 raise Violation(0, observed, wanted, why, coins=(tuple(coin[0]), coin[1]))
-    return len(coins)
+    return len(coins) + _ties_of_zeros(case, subject, backend, device)
+
+
+def _ties_of_zeros(case: VerifyCase, subject: Request, backend: Backend, device: str) -> int:
+    """Rows whose first token has -0.0 and whose last, some blocks on, 0.0: a tie, as all else is less."""
+    rows = round_rows(subject.rows - subject.rows.max(axis=1, keepdims=True), case.rows_dtype)
+    rows = np.pad(rows, ((0, 0), (0, _WIDER)), constant_values=np.float32(-1))
+    rows[:, 0], rows[:, -1] = -0.0, 0.0
+    tied = case.replace_requests([replace(subject, rows=rows)])
+    want = _argmax_walk(tied.requests[0], case.effective_depth_cap)
+    (observed,) = decide(tied, backend, device)
+    if (observed.path, observed.tokens) != want:
+        why = f"token 0 has -0.0 and token {rows.shape[1] - 1} 0.0: a tie, which goes to the lowest index"
+        raise Violation(0, observed, str(Observed(*want, RowStatus.OK)), why, case=tied)
+    return 1
 
 
 def chain(case: VerifyCase, backend: Backend, device: str) -> int:
@@ -338,16 +353,25 @@ def determinism(case: VerifyCase, backend: Backend, device: str) -> int:
 
 
 def bad_rows(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Requests that visit an unusable row say so; the others decide as if it were not there."""
-    cap = case.effective_depth_cap
-    observed = decide(case, backend, device)
-    for index, request in enumerate(case.requests):
-        rows = target_rows(request, case.kind, case.filter_order, case.rule)
-        accept = request.accept.tolist()
-        wrong = judge(request.tree, rows, accept, request.final, cap, observed[index])
-        if wrong:
-            raise Violation(index, observed[index], *wrong)
-    return len(case.requests)
+    """Requests that visit an unusable row say so; the others decide as if it were not there.
+
+    The case as it is, and with a root's row of each kind.
+    """
+    root = case.requests[0]
+    cases = [case]
+    for value, is_whole in UNUSABLE[case.kind].values():
+        rows = root.rows.copy()
+        rows[0, None if is_whole else -1] = value  # the last: in the tail of the last block, often
+        cases.append(replace(case, requests=(replace(root, rows=rows), *case.requests[1:])))
+    for one in cases:
+        observed = decide(one, backend, device)
+        for index, request in enumerate(one.requests):
+            rows = target_rows(request, one.kind, one.filter_order, one.rule)
+            accept = request.accept.tolist()
+            wrong = judge(request.tree, rows, accept, request.final, one.effective_depth_cap, observed[index])
+            if wrong:
+                raise Violation(index, observed[index], *wrong, case=one)
+    return len(cases) * len(case.requests)
 
 
 def depth_cap(case: VerifyCase, backend: Backend, device: str) -> int:

@@ -25,10 +25,21 @@ if TYPE_CHECKING:
     from treeconv.rules import RuleName
     from treeconv.tree import VerifyInput
 
-__all__ = ["CaseTensors", "Request", "RowsKind", "VerifyCase", "round_rows"]
+__all__ = ["UNUSABLE", "CaseTensors", "Request", "RowsKind", "VerifyCase", "round_rows"]
 
 RowsKind = Literal["logits", "probs"]
 _DTYPES = ("float32", "bfloat16", "float16")
+
+#: by the kind of rows, what makes one unusable -> (the value, whether all of the row has to hold it)
+UNUSABLE: dict[str, dict[str, tuple[float, bool]]] = {
+    "logits": {"nan": (np.nan, False), "inf": (np.inf, False), "empty": (-np.inf, True)},
+    "probs": {
+        "nan": (np.nan, False),
+        "inf": (np.inf, False),
+        "empty": (0.0, True),
+        "negative": (-(2.0**-12), False),
+    },
+}
 
 
 def round_rows(rows: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:

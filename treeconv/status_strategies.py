@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 from hypothesis import strategies as st
 
+from treeconv.case import UNUSABLE
 from treeconv.processor_strategies import processed_cases
 from treeconv.rule_strategies import draft_laws, shapes_for
 from treeconv.rules import RATIO_RULES, RULES
@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from treeconv.case import VerifyCase
 
 __all__ = ["STATUS_CASES", "bad_row_cases"]
-
-#: what a row holds -> (the value, whether all of the row does), of logits and of probabilities
-_BAD = {
-    "logits": {"nan": (np.nan, False), "inf": (np.inf, False), "empty": (-np.inf, True)},
-    "probs": {
-        "nan": (np.nan, False),
-        "inf": (np.inf, False),
-        "empty": (0.0, True),
-        "negative": (-(2.0**-12), False),
-    },
-}
 
 
 @st.composite
@@ -53,10 +42,10 @@ def bad_row_cases(draw: DrawFn) -> VerifyCase:
         laws = draw(draft_laws(request, kind=kind)) if rule in RATIO_RULES else None
         rows = request.rows.copy()
         for node in range(len(request.tree)):
-            what = draw(st.sampled_from(["fine", "fine", *_BAD[kind]]), label="row")
+            what = draw(st.sampled_from(["fine", "fine", *UNUSABLE[kind]]), label="row")
             if what == "fine":
                 continue
-            value, is_whole = _BAD[kind][what]
+            value, is_whole = UNUSABLE[kind][what]
             last = case.vocab_size - 1  # in the tail of the last block, often
             rows[node, :] = value if is_whole else rows[node]
             if not is_whole:

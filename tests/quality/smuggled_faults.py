@@ -40,7 +40,7 @@ class NothingInTheFirstTile(Sampler):
         return p
 
 
-@fault("K11", "oracle-agreement-wide")
+@fault("K11", "greedy")
 class LaterTileWinsATie(Tiled):
     """Tiles of 16."""
 
