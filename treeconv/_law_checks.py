@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _MAX_FINAL = 16  # boundaries of a bonus draw that are swept: all, but over wide vocabularies
+_LARGE = 200  # tokens: half of them are more than a block
 _WIDER = 70  # tokens that a vocabulary is made wider by: two blocks of 32 at least
 _LEAST_TEMPERED_GAP = 200  # exp(-200) is 0 in float32
 
@@ -58,7 +59,27 @@ def oracle_agreement(case: VerifyCase, backend: Backend, device: str) -> int:
         if wrong:
             raise Violation(index, observed, *wrong)
     spread = spread_coins(32, len(case.requests[0].tree))
-    return len(case.requests) + judge_all(case, backend, device, spread)
+    judged = len(case.requests) + judge_all(case, backend, device, spread)
+    return judged + _far_below(case, backend, device)
+
+
+def _far_below(case: VerifyCase, backend: Backend, device: str) -> int:
+    """The first request's logits moved to where float16 has no numbers: what counts is their distance.
+
+    Of a large vocabulary the first half has no mass then, whatever it had: whole blocks of it.
+    """
+    if case.kind == "probs" or case.rows_dtype == "float16" or case.processor_kinds:
+        return 0
+    subject = case.requests[0]
+    rows = round_rows(subject.rows - np.float32(2**17), case.rows_dtype)
+    if case.vocab_size > _LARGE:
+        rows[:, : case.vocab_size // 2] = -np.inf
+        rows[np.isneginf(rows).all(axis=1), -1] = 0.0
+    moved = case.replace_requests([replace(subject, rows=rows)])
+    try:
+        return judge_all(moved, backend, device, spread_coins(4, len(subject.tree)))
+    except Violation as violation:
+        raise replace(violation, case=moved) from None
 
 
 def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:
@@ -74,20 +95,39 @@ def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:
 def positive_mass(case: VerifyCase, backend: Backend, device: str) -> int:
     """Coins at 0, just below 1 and exactly 1: every emitted token has mass where it was drawn."""
     edges = [0.0, 2.0**-149, 2.0**-24, 0.5, 1 - 2.0**-24, 1.0]
+    judged = 0
+    for one in (case.replace_requests(case.requests[:1]), *_without_token_0(case)):
+        (subject,) = one.requests
+        rows = target_rows(subject, case.kind, case.filter_order, case.rule)
+        size = len(subject.tree)
+        coins = [([accept] * size, final) for accept in edges for final in edges]
+        many = one.replace_requests([subject.with_coins(*coin) for coin in coins])
+        for (accept, final), observed in zip(coins, decide(many, backend, device), strict=True):
+            tossed, nodes = (tuple(accept), final), observed.path
+            if observed.broken or observed.status is not RowStatus.OK or not nodes:
+                raise Violation(0, observed, "some token of positive mass", coins=tossed, case=one)
+            for node, token in zip(nodes, observed.tokens, strict=True):
+                if not rows[node].may_have_mass(token):
+                    why = f"node {node}: token {token} has no mass there (p = 0)"
+                    raise Violation(0, observed, "only tokens with p > 0", why, coins=tossed, case=one)
+        judged += len(coins)
+    return judged
+
+
+def _without_token_0(case: VerifyCase) -> list[VerifyCase]:
+    """The first request's root, its row without mass at token 0, which is drafted."""
     subject = case.requests[0]
-    rows = target_rows(subject, case.kind, case.filter_order, case.rule)
-    size = len(subject.tree)
-    coins = [([accept] * size, final) for accept in edges for final in edges]
-    many = case.replace_requests([subject.with_coins(*coin) for coin in coins])
-    for (accept, final), observed in zip(coins, decide(many, backend, device), strict=True):
-        nodes = observed.path
-        if observed.broken or observed.status is not RowStatus.OK or not nodes:
-            raise Violation(0, observed, "some token of positive mass", coins=(tuple(accept), final))
-        for node, token in zip(nodes, observed.tokens, strict=True):
-            if not rows[node].may_have_mass(token):
-                why = f"node {node}: token {token} has no mass there (p = 0)"
-                raise Violation(0, observed, "only tokens with p > 0", why, coins=(tuple(accept), final))
-    return len(coins)
+    if case.vocab_size == 1 or case.processor_kinds:
+        return []
+    rows = np.repeat(subject.rows[:1], 2, axis=0)
+    if case.kind == "probs":
+        rows[:, -1] += rows[:, 0]
+    elif np.isneginf(rows[0, 1:]).all():
+        rows[:, -1] = 0.0
+    rows[:, 0] = 0.0 if case.kind == "probs" else -np.inf
+    tree = DraftTree.chain([subject.tree.token_ids[0], 0])
+    request = replace(subject, tree=tree, rows=rows, accept=np.zeros(2, np.float32))
+    return [replace(case, requests=(request,), num_draft_tokens=None, depth_cap=2)]
 
 
 def outcome_law(case: VerifyCase, backend: Backend, device: str) -> int:

@@ -30,8 +30,8 @@ def wide_cases(
 
     * ``max_requests``: the first has up to 70 nodes, others up to 8.
     * ``allow_filters``: whether most requests carry top-k, top-p or min-p.
-    * ``allow_probs``: whether some calls are of probabilities: float32 softmaxes, whose sums miss 1 by a few
-      roundings.
+    * ``allow_probs``: whether half of the calls are of probabilities: float32 softmaxes, whose sums miss 1 by
+      a few roundings.
 
     Some cap the accepted path, at up to 70 slots. Whole numbers of tiles, and one token over; in 16 bits rows
     are full of ties. A grammar may have masked the first tiles, or all but a few tokens. The rows come from
@@ -41,7 +41,7 @@ def wide_cases(
     dtype = draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"]), label="dtype")
     order = draw(st.sampled_from(FILTER_ORDERS), label="order") if allow_filters else FILTER_ORDERS[0]
     shapes = ["star", "chain", "random", "best-first"]
-    is_of_probs = allow_probs and draw(st.integers(0, 2), label="probabilities?") == 2
+    is_of_probs = allow_probs and draw(st.booleans(), label="probabilities?")
     requests = []
     for index in range(draw(st.integers(1, max_requests), label="requests")):
         tree = draw(draft_trees(max_nodes=8 if index else 70, vocab_size=vocab, shapes=shapes))

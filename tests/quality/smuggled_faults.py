@@ -81,7 +81,7 @@ class MinusZeroBelowZero(Sampler):
         return np.eye(1, row.size, int(keys.argmax()), dtype=np.float32)[0]
 
 
-@fault("K11", "critical-coins-logits")
+@fault("K11", "oracle-agreement")
 class MaximumStartsAtMinus65504(Sampler):
     """float16's lowest number in the place of -inf."""
 
