@@ -23,7 +23,7 @@ TREES = [
     {"parents": [-1, 0, 0, 1], "token_ids": [9, 5, 7, 2]},
     {"parents": [-1, 0], "token_ids": [1, 0]},
 ]
-LAST = re.compile(r"(PASS|FAIL) (\d+) laws(?: \(\d+ skipped\))?, (\d+) backends, (\d+) cases, (\d+) broken")
+LAST = re.compile(r"(PASS|FAIL) (\d+) laws, (\d+) backends, (\d+) cases, (\d+) broken")
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +87,38 @@ class TestVerify:
         assert main([*arguments, "--law", "outcome-law", "--law", "chain"]) == 0
         out = capsys.readouterr().out
         assert re.search(r"outcome-law +skipped", out)
+        assert "\n1 laws skipped\n" in out
+        assert LAST.fullmatch(out.splitlines()[-1])
         assert "skipped on cli_logits:f: needs the probability interface" in out
         assert main([*arguments, "--law", "outcome-law"]) == 2
         assert capsys.readouterr().err == (
             "1/1 outcome-law cli_logits:f: skipped\n"  # a log sees each as it is done
             "treeconv: error: no law applies to these backends, so nothing was judged\n"
         )
+
+    @pytest.mark.parametrize(
+        "spoilt", ["output.accept_token_num.fill_(-1)", "output.predicts[output.predicts >= 0] = -1"]
+    )
+    def test_what_no_verifier_may_return_breaks_every_law_and_stops_none(
+        self, somewhere_else, capsys, spoilt
+    ):
+        (somewhere_else / "cli_spoilt.py").write_text(
+            "from treeconv.backends.eager import EagerBackend\n"
+            "class Spoilt(EagerBackend):\n"
+            "    def _spoil(self, output):\n"
+            f"        {spoilt}\n"
+            "        return output\n"
+            "    def verify(self, *call, **more):\n"
+            "        return self._spoil(super().verify(*call, **more))\n"
+            "    def verify_probs(self, *call, **more):\n"
+            "        return self._spoil(super().verify_probs(*call, **more))\n"
+        )
+        laws = ["autoregressive", "ranks-agree", "seeded-text", "outcome-law", "bad-rows", "purity"]
+        arguments = ["verify", "--backend", "cli_spoilt:Spoilt", "--max-examples", "3", "--seed", "1"]
+        assert main(arguments + [word for law in laws for word in ("--law", law)]) == 1
+        out = capsys.readouterr().out
+        assert LAST.fullmatch(out.splitlines()[-1])[5] == str(len(laws))
+        assert out.count("  replay:   treeconv replay ") == len(laws)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -394,3 +394,14 @@ def test_rows_never_visited_are_never_made():
     rows = oracle.TargetRows(["a", "b"], lambda name: [lambda: make([1.0, 0.0])] if name == "a" else 1 / 0)
     assert oracle.walk(DraftTree.chain([9, 1]), rows, Coins([0.5] * 2, 0.5)).tokens == (0,)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "question",
+    [oracle.outcome_pmf, oracle.acceptance_pmf, oracle.expected_accepted_length, oracle.critical_coins],
+)
+def test_a_cap_without_a_slot_is_refused_by_all(question):
+    tree, law = DraftTree([-1, 0], [0, 1]), [[0.5, 0.5], [0.25, 0.75]]
+    assert question(tree, law, 1) is not None
+    with pytest.raises(InvalidArgument, match="depth_cap=0, but must be >= 1: the root takes one slot"):
+        question(tree, law, 0)

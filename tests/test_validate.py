@@ -241,6 +241,39 @@ LOGITS_CALLS = {
 }
 
 
+#: places that do not fit a batch's pointers -> what is said
+MISPLACED = {
+    "flat indices": ({"retrieve_index": [[1, 2, 3, 0]]}, r"retrieve_index\[0, 0\]=1, but must be 0"),
+    "no depth": (
+        {"positions": [[7, 7, 7, 7]]},
+        r"positions\[0, 1\]=7, but must be 8: the prefix's length plus",
+    ),
+    "one too deep": ({"positions": [[7, 8, 8, 10]]}, r"positions\[0, 3\]=10, but must be 9"),
+    "another prefix": ({"prefix_lens": [9]}, r"positions\[0, 0\]=7, but must be 9"),
+    "negative prefix": ({"prefix_lens": [-1]}, r"prefix_lens\[0\]=-1, but must be >= 0"),
+}
+
+
+@pytest.mark.parametrize(("places", "message"), MISPLACED.values(), ids=list(MISPLACED))
+def test_places_that_do_not_fit_the_pointers_are_refused(places, message):
+    batch = to_verify_input([DraftTree([-1, 0, 0, 1], [9, 5, 7, 2])], prefix_lens=[7])
+    changed = replace(batch, **{name: torch.tensor(values) for name, values in places.items()})
+    with pytest.raises(InvalidArgument, match=message):
+        verify(changed, torch.zeros(1, 4, 10))
+    with pytest.raises(InvalidArgument, match=message):
+        verify_probs(changed, torch.full((1, 4, 10), 0.1))
+
+
+def test_padding_may_be_anywhere():
+    batch = to_verify_input([DraftTree([-1, 0], [9, 5])], num_draft_tokens=4)
+    positions, sibling = batch.positions.clone(), batch.retrieve_next_sibling.clone()
+    positions[0, 2:] = 1
+    sibling[0, 2] = 3  # no pointer leads to slot 2
+    moved = replace(batch, positions=positions, retrieve_next_sibling=sibling)
+    logits = torch.zeros(1, 4, 10)
+    assert verify(moved, logits, 0.0).tokens == verify(batch, logits, 0.0).tokens
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference", "eager"])
 @pytest.mark.parametrize(
     ("batch", "logits", "settings", "message"), LOGITS_CALLS.values(), ids=list(LOGITS_CALLS)

@@ -25,7 +25,8 @@ from treeconv._drive import (
     spread_coins,
     submit,
 )
-from treeconv.case import UNUSABLE, Request, VerifyCase, round_rows
+from treeconv._planted_cases import far_below, ties_of_zeros, unusable_roots, without_token_0
+from treeconv.case import Request, VerifyCase
 from treeconv.filters import Cuts, Filters
 from treeconv.judge import Observed, Violation, is_ambiguous, judge, observe, target_rows
 from treeconv.processors import RequestProcessors, pack_bitmask
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 
 _MAX_FINAL = 16  # boundaries of a bonus draw that are swept: all, but over wide vocabularies
-_LARGE = 200  # tokens: half of them are more than a block
-_WIDER = 70  # tokens that a vocabulary is made wider by: two blocks of 32 at least
 _LEAST_TEMPERED_GAP = 200  # exp(-200) is 0 in float32
 
 
@@ -60,26 +59,12 @@ def oracle_agreement(case: VerifyCase, backend: Backend, device: str) -> int:
             raise Violation(index, observed, *wrong)
     spread = spread_coins(32, len(case.requests[0].tree))
     judged = len(case.requests) + judge_all(case, backend, device, spread)
-    return judged + _far_below(case, backend, device)
-
-
-def _far_below(case: VerifyCase, backend: Backend, device: str) -> int:
-    """The first request's logits moved to where float16 has no numbers: what counts is their distance.
-
-    Of a large vocabulary the first half has no mass then, whatever it had: whole blocks of it.
-    """
-    if case.kind == "probs" or case.rows_dtype == "float16" or case.processor_kinds:
-        return 0
-    subject = case.requests[0]
-    rows = round_rows(subject.rows - np.float32(2**17), case.rows_dtype)
-    if case.vocab_size > _LARGE:
-        rows[:, : case.vocab_size // 2] = -np.inf
-        rows[np.isneginf(rows).all(axis=1), -1] = 0.0
-    moved = case.replace_requests([replace(subject, rows=rows)])
-    try:
-        return judge_all(moved, backend, device, spread_coins(4, len(subject.tree)))
-    except Violation as violation:
-        raise replace(violation, case=moved) from None
+    for planted in far_below(case):
+        try:
+            judged += judge_all(planted, backend, device, spread_coins(4, len(planted.requests[0].tree)))
+        except Violation as violation:
+            raise replace(violation, case=planted) from None
+    return judged
 
 
 def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:
@@ -96,7 +81,7 @@ def positive_mass(case: VerifyCase, backend: Backend, device: str) -> int:
     """Coins at 0, just below 1 and exactly 1: every emitted token has mass where it was drawn."""
     edges = [0.0, 2.0**-149, 2.0**-24, 0.5, 1 - 2.0**-24, 1.0]
     judged = 0
-    for one in (case.replace_requests(case.requests[:1]), *_without_token_0(case)):
+    for one in (case.replace_requests(case.requests[:1]), *without_token_0(case)):
         (subject,) = one.requests
         rows = target_rows(subject, case.kind, case.filter_order, case.rule)
         size = len(subject.tree)
@@ -112,22 +97,6 @@ def positive_mass(case: VerifyCase, backend: Backend, device: str) -> int:
                     raise Violation(0, observed, "only tokens with p > 0", why, coins=tossed, case=one)
         judged += len(coins)
     return judged
-
-
-def _without_token_0(case: VerifyCase) -> list[VerifyCase]:
-    """The first request's root, its row without mass at token 0, which is drafted."""
-    subject = case.requests[0]
-    if case.vocab_size == 1 or case.processor_kinds:
-        return []
-    rows = np.repeat(subject.rows[:1], 2, axis=0)
-    if case.kind == "probs":
-        rows[:, -1] += rows[:, 0]
-    elif np.isneginf(rows[0, 1:]).all():
-        rows[:, -1] = 0.0
-    rows[:, 0] = 0.0 if case.kind == "probs" else -np.inf
-    tree = DraftTree.chain([subject.tree.token_ids[0], 0])
-    request = replace(subject, tree=tree, rows=rows, accept=np.zeros(2, np.float32))
-    return [replace(case, requests=(request,), num_draft_tokens=None, depth_cap=2)]
 
 
 def outcome_law(case: VerifyCase, backend: Backend, device: str) -> int:
@@ -201,15 +170,11 @@ def greedy(case: VerifyCase, backend: Backend, device: str) -> int:
 
 
 def _ties_of_zeros(case: VerifyCase, subject: Request, backend: Backend, device: str) -> int:
-    """Rows whose first token has -0.0 and whose last, some blocks on, 0.0: a tie, as all else is less."""
-    rows = round_rows(subject.rows - subject.rows.max(axis=1, keepdims=True), case.rows_dtype)
-    rows = np.pad(rows, ((0, 0), (0, _WIDER)), constant_values=np.float32(-1))
-    rows[:, 0], rows[:, -1] = -0.0, 0.0
-    tied = case.replace_requests([replace(subject, rows=rows)])
-    want = _argmax_walk(tied.requests[0], case.effective_depth_cap)
+    tied = ties_of_zeros(case, subject)
     (observed,) = decide(tied, backend, device)
+    want = _argmax_walk(tied.requests[0], case.effective_depth_cap)
     if (observed.path, observed.tokens) != want:
-        why = f"token 0 has -0.0 and token {rows.shape[1] - 1} 0.0: a tie, which goes to the lowest index"
+        why = f"token 0 has -0.0 and token {tied.vocab_size - 1} 0.0: a tie, which goes to the lowest index"
         raise Violation(0, observed, str(Observed(*want, RowStatus.OK)), why, case=tied)
     return 1
 
@@ -397,12 +362,7 @@ def bad_rows(case: VerifyCase, backend: Backend, device: str) -> int:
 
     The case as it is, and with a root's row of each kind.
     """
-    root = case.requests[0]
-    cases = [case]
-    for value, is_whole in UNUSABLE[case.kind].values():
-        rows = root.rows.copy()
-        rows[0, None if is_whole else -1] = value  # the last: in the tail of the last block, often
-        cases.append(replace(case, requests=(replace(root, rows=rows), *case.requests[1:])))
+    cases = [case, *unusable_roots(case)]
     for one in cases:
         observed = decide(one, backend, device)
         for index, request in enumerate(one.requests):
@@ -427,6 +387,8 @@ def depth_cap(case: VerifyCase, backend: Backend, device: str) -> int:
             judged += judge_all(capped, backend, device, coins)
         except Violation as violation:  # the picture's case has a cap of its own
             raise replace(violation, why=f"at {cap} accept slots; {violation.why}".rstrip("; ")) from None
+    if subject.tree.depth == 0:  # or a cap that is always ignored would be shown on a chain of ten
+        return judged
     return judged + _long_chain_into_the_cap(case, backend, device)
 
 
@@ -469,6 +431,9 @@ def autoregressive(case: VerifyCase, backend: Backend, device: str) -> int:
         request = replace(subject, tree=tree, rows=rows)
         pmf: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
         for weight, observed in measure(case, request, backend, device):
+            if observed.broken or not all(0 <= token < vocab for token in observed.tokens):
+                want = f"token ids in [0, {vocab - 1}], which the next step starts from"
+                raise Violation(0, observed, want, case=case.replace_requests([request]))
             pmf[observed.tokens] += weight
         return pmf
 

@@ -6,13 +6,11 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from treeconv import _law_checks as plain
 from treeconv import oracle
 from treeconv._drive import decide, judge_all, spread_coins
+from treeconv._planted_cases import forbidden_top, repeated_top
 from treeconv.judge import Observed, Violation, is_ambiguous, target_rows
-from treeconv.processors import pack_bitmask
 from treeconv.tree import DraftTree, RowStatus
 
 if TYPE_CHECKING:
@@ -27,41 +25,13 @@ def processed(case: VerifyCase, backend: Backend, device: str) -> int:
     """The whole case at its coins and at spread ones, then every boundary of each request's processed law."""
     judged = plain.oracle_agreement(case, backend, device)
     judged += plain.critical_coins(case, backend, device)
-    for planted in (*_forbidden_top(case), *_repeated_top(case)):
+    for planted in (*forbidden_top(case), *repeated_top(case)):
         coins = spread_coins(8, len(planted.requests[0].tree))
         try:
             judged += judge_all(planted, backend, device, coins)
         except Violation as violation:
             raise replace(violation, case=planted) from None
     return judged
-
-
-def _forbidden_top(case: VerifyCase) -> list[VerifyCase]:
-    """Top-k 1 where the mask forbids the raw row's first: the cut is found in what the mask leaves."""
-    subject = case.requests[0]
-    if not case.is_filtered or subject.processors.token_bitmask is None:
-        return []
-    allowed = np.ones(subject.rows.shape, dtype=bool)
-    allowed[np.arange(len(allowed)), subject.rows.argmax(axis=1)] = False
-    held = replace(subject.processors, token_bitmask=pack_bitmask(allowed))
-    return [case.replace_requests([replace(subject, top_k=1, top_p=1.0, min_p=0.0, processors=held)])]
-
-
-def _repeated_top(case: VerifyCase) -> list[VerifyCase]:
-    """The root's likeliest token committed three times: its presence counts once, its frequency thrice."""
-    subject = case.requests[0]
-    if "penalties" not in case.processor_kinds:
-        return []
-    top = int(subject.rows[0].argmax())
-    scale = subject.temperature or 1.0
-    held = replace(
-        subject.processors,
-        committed_tokens=(top,) * 3,
-        repetition_penalty=1.0,
-        frequency_penalty=0.25 * scale,
-        presence_penalty=0.5 * scale,
-    )
-    return [case.replace_requests([replace(subject, processors=held)])]
 
 
 def _starting_at(request: Request, node: int) -> tuple[Request, list[int]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treeconv._validate_places import check_places
 from treeconv.errors import InvalidArgument, InvalidTree
 from treeconv.filters import FILTER_ORDERS, Cuts, FilterOrder, Filters
 from treeconv.rules import Drafting, Rule, RuleName, check_pairing
@@ -151,6 +152,8 @@ def check_trees(batch: VerifyInput, vocab_size: int | None = None) -> None:
         _name_the_fault(batch)
         if vocab_size is not None:
             _check_tokens(batch, vocab_size)
+    if vocab_size is not None:  # about to be verified
+        check_places(batch)
 
 
 def _is_surely_valid_small(batch: VerifyInput, vocab_size: int | None) -> bool:

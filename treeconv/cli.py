@@ -191,8 +191,9 @@ def _verify(options: argparse.Namespace) -> int:
         raise InvalidArgument("no law applies to these backends, so nothing was judged")
     verdict = "FAIL" if broken else "PASS"
     judged = {outcome.law for outcome in outcomes if not outcome.skipped}
-    skipped = f" ({len(laws) - len(judged)} skipped)" if len(judged) < len(laws) else ""
-    _say(f"{verdict} {len(judged)} laws{skipped}, {len(backends)} backends, {cases} cases, {broken} broken")
+    if len(judged) < len(laws):
+        _say(f"{len(laws) - len(judged)} laws skipped")
+    _say(f"{verdict} {len(judged)} laws, {len(backends)} backends, {cases} cases, {broken} broken")
     return 1 if broken else 0
 
 

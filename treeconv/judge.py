@@ -52,7 +52,7 @@ class Observed:
         return f"path {nodes}, then bonus token {self.tokens[-1]} (emitted {list(self.tokens)})"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: Python sets an exception's traceback as it passes a context manager
 class Violation(Exception):
     """One wrong decision.
 

@@ -159,11 +159,21 @@ def temperatures(*, min_temperature: float = 0.0, max_temperature: float = 1e30)
         )
     nice = [float(np.float32(t)) for t in _NICE_TEMPERATURES]
     nice = [t for t in nice if min_temperature <= t <= max_temperature]
-    low, high = max(min_temperature, 2.0**-7), min(max_temperature, 4.0)
+    low, high = math.ceil(max(min_temperature, 2.0**-7) * 128), math.floor(min(max_temperature, 4.0) * 128)
     options: list[SearchStrategy[float]] = [st.sampled_from(nice)] if nice else []
     if low <= high:
         # Multiples of 2**-7: exact in float32, and short to print.
-        options.append(st.integers(math.ceil(low * 128), math.floor(high * 128)).map(lambda k: k / 128))
+        options.append(st.integers(low, high).map(lambda k: k / 128))
+    if not options:
+        least, most = np.float32(min_temperature), np.float32(max_temperature)
+        least = np.nextafter(least, np.float32(np.inf)) if float(least) < min_temperature else least
+        most = np.nextafter(most, np.float32(0)) if float(most) > max_temperature else most
+        if least > most:
+            raise InvalidArgument(
+                f"min_temperature={min_temperature!r}, max_temperature={max_temperature!r}, but must have a"
+                " float32 between them"
+            )
+        options.append(st.floats(float(least), float(most), width=32))
     return st.one_of(options)
 
 

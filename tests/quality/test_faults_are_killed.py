@@ -4,15 +4,18 @@ And every law kills something. The other way round, right samplers are never fla
 One seed here; ``ci/fault_table.py`` runs twenty, and its table is held to name the same faults and laws.
 """
 
+import re
+
 import pytest
+from faults import DepthCapIgnored
 from registry import KINDS, LAWS, all_faults, hunt
 
 from treeconv.corpus import load_entry
 from treeconv.errors import LawBroken
 from treeconv.gpu_laws import GPU_LAWS
-from treeconv.laws import BACKEND_LAWS
+from treeconv.laws import BACKEND_LAWS, law_named
 from treeconv.replay import replay_entry
-from treeconv.suite import failure_text
+from treeconv.suite import check_law, failure_text
 from treeconv.tree_laws import TREE_LAWS
 
 FAULTS = all_faults()
@@ -111,3 +114,10 @@ def test_every_law_kills_one():
     named = {law for fault in FAULTS for law in fault.killed_by}
     assert named <= set(LAWS)
     assert named >= {law.name for law in (*TREE_LAWS, *BACKEND_LAWS)}
+
+
+def test_an_ignored_cap_is_shown_on_few_nodes():
+    """Though the law goes on to a chain of ten, for samplers that keep small caps."""
+    outcome = check_law(law_named("depth-cap"), DepthCapIgnored(), seed=1)
+    assert int(re.search(r"(\d+) accept slots", str(outcome.broken))[1]) <= 4
+    assert len(outcome.broken.case.requests[0].tree) <= 4

@@ -210,6 +210,9 @@ def test_sizes_are_kept():
     assert never(S.draft_trees(vocab_size=3), lambda t: max(t.token_ids) > 2)
     assert never(S.temperatures(min_temperature=0.5, max_temperature=1.0), lambda t: not 0.5 <= t <= 1)
     assert never(S.temperatures(), lambda t: float(np.float32(t)) != t)
+    for low, high in ((5, 6), (0.003, 0.0031), (4.001, 4.002), (1e-40, 2e-40), (0.1, 0.1000001)):
+        narrow = S.temperatures(min_temperature=low, max_temperature=high)
+        assert never(narrow, lambda t, low=low, high=high: not low <= t <= high)
     assert never(S.target_logits(allow_neg_inf=False), lambda rows: np.isinf(rows).any())
     assert never(S.verify_cases(min_requests=2, max_requests=3), lambda c: not 2 <= len(c.requests) <= 3)
     assert never(S.verify_cases(allow_depth_cap=False), lambda c: c.depth_cap is not None)
@@ -299,6 +302,10 @@ BAD_ARGUMENTS = [
     ),
     (lambda: S.temperatures(max_temperature=float("inf")), "max_temperature=inf, but must be finite"),
     (lambda: S.temperatures(min_temperature=float("nan")), "min_temperature=nan, .* but must be finite"),
+    (
+        lambda: S.temperatures(min_temperature=5.00000001, max_temperature=5.00000002),
+        "min_temperature=5.00000001, .* but must have a float32 between them",
+    ),
     (lambda: S.verify_cases(min_requests=0), "min_requests=0, but must be >= 1"),
     (lambda: S.verify_cases(min_requests=3, max_requests=2), "max_requests=2, but must be >= min_requests=3"),
     (lambda: S.cases_for("logit"), "kind='logit', but must be one of logits, dyadic"),

@@ -12,7 +12,7 @@ import numpy as np
 from treeconv.errors import InvalidArgument
 from treeconv.oracle._rows import ExactRow
 from treeconv.oracle._target_rows import TargetRows
-from treeconv.oracle._walk import child_tokens
+from treeconv.oracle._walk import child_tokens, slots_of
 from treeconv.tree import DraftTree, RowStatus
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def outcome_cells(tree: DraftTree, target_probs: Any, depth_cap: int | None = No
     Args, Raises: as for :func:`outcome_pmf`.
     """
     rows = _rows(tree, target_probs)
-    cap = tree.depth + 1 if depth_cap is None else depth_cap
+    cap = slots_of(tree, depth_cap)
     if rows.rule != "target_only":
         yield from _cells_by_plan(tree, rows, cap)
         return
@@ -171,7 +171,8 @@ def outcome_pmf(
         the result.
 
     Raises:
-        InvalidArgument: fewer rows than nodes, or a reachable row without mass, with NaN or +inf.
+        InvalidArgument: fewer rows than nodes, ``depth_cap`` < 1, or a reachable row without mass, with NaN
+            or +inf.
     """
     pmf: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
     for cell in outcome_cells(tree, target_probs, depth_cap):
@@ -195,7 +196,7 @@ def expected_accepted_length(tree: DraftTree, target_probs: Any, depth_cap: int 
     is on the accepted path with probability ``prod p_parent(token)``.
     """
     rows = _rows(tree, target_probs)
-    cap = tree.depth + 1 if depth_cap is None else depth_cap
+    cap = slots_of(tree, depth_cap)
     reach = [Fraction(1)] + [Fraction(0)] * (len(tree) - 1)
     for node in range(1, len(tree)):
         parent = tree.parents[node]
@@ -230,10 +231,10 @@ def critical_coins(tree: DraftTree, target_probs: Any, depth_cap: int | None = N
         depth_cap: accept slots, root included; default: tree depth + 1.
 
     Raises:
-        InvalidArgument: fewer rows than nodes.
+        InvalidArgument: fewer rows than nodes, or ``depth_cap`` < 1.
     """
     rows = _rows(tree, target_probs)
-    cap = tree.depth + 1 if depth_cap is None else depth_cap
+    cap = slots_of(tree, depth_cap)
     accept: dict[int, list[tuple[Any, Any]]] = {}
     final = {}
     for node, depth in enumerate(tree.depths):
@@ -339,7 +340,7 @@ def sweep_coins(
     Returns:
         ``(accept [n], final)`` pairs of float32 values.
     """
-    cap = tree.depth + 1 if depth_cap is None else depth_cap
+    cap = slots_of(tree, depth_cap)
     if rows.rule != "target_only":
         return _sweep_by_plan(tree, rows, cap, max_final)
     vectors: list[tuple[list[float], float]] = []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from treeconv.oracle._rows import Row
     from treeconv.rules import RuleName
 
-__all__ = ["Stop", "Walk", "admissible_stops", "canonical_walk", "child_tokens", "walk"]
+__all__ = ["Stop", "Walk", "admissible_stops", "canonical_walk", "child_tokens", "slots_of", "walk"]
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,15 @@ def canonical_walk(
         path.append(accepted)
 
 
+def slots_of(tree: DraftTree, depth_cap: int | None) -> int:
+    """The accept slots that a depth cap means, the root's included; InvalidArgument if there are none."""
+    if depth_cap is None:
+        return tree.depth + 1
+    if depth_cap < 1:
+        raise InvalidArgument(f"depth_cap={depth_cap!r}, but must be >= 1: the root takes one slot")
+    return depth_cap
+
+
 def walk(
     tree: DraftTree,
     target_probs: Any,
@@ -282,11 +291,8 @@ def walk(
     ]:
         if not 0 <= coin <= 1:
             raise InvalidArgument(f"{name}={coin!r}, but must be in [0, 1]")
-    if depth_cap is None:
-        depth_cap = tree.depth + 1
-    if depth_cap < 1:
-        raise InvalidArgument(f"depth_cap={depth_cap!r}, but must be >= 1: the root takes one slot")
+    cap = slots_of(tree, depth_cap)
     rows = target_probs if isinstance(target_probs, TargetRows) else TargetRows.exact(target_probs)
     if rule != "target_only":
         rows = rows.under(rule, draft_probs)
-    return canonical_walk(tree, rows, accept, final, depth_cap)
+    return canonical_walk(tree, rows, accept, final, cap)

@@ -1,0 +1,108 @@
+"""Cases made of a law's case with something rare planted in its first request: what drawn cases seldom hold.
+
+A law judges them beside the case itself: what a fault needs is then in every case, not in one of fifty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from treeconv.case import UNUSABLE, VerifyCase, round_rows
+from treeconv.processors import pack_bitmask
+from treeconv.tree import DraftTree
+
+if TYPE_CHECKING:
+    from treeconv.case import Request
+
+__all__ = [
+    "far_below",
+    "forbidden_top",
+    "repeated_top",
+    "ties_of_zeros",
+    "unusable_roots",
+    "without_token_0",
+]
+
+_LARGE = 200  # tokens: half of them are more than a block
+_WIDER = 70  # tokens that a vocabulary is made wider by: two blocks of 32 at least
+
+
+def far_below(case: VerifyCase) -> list[VerifyCase]:
+    """The logits moved to where float16 has no numbers: what counts is their distance.
+
+    Of a large vocabulary the first half has no mass then, whatever it had: whole blocks of it.
+    """
+    if case.kind == "probs" or case.rows_dtype == "float16" or case.processor_kinds:
+        return []
+    subject = case.requests[0]
+    rows = round_rows(subject.rows - np.float32(2**17), case.rows_dtype)
+    if case.vocab_size > _LARGE:
+        rows[:, : case.vocab_size // 2] = -np.inf
+        rows[np.isneginf(rows).all(axis=1), -1] = 0.0
+    return [case.replace_requests([replace(subject, rows=rows)])]
+
+
+def without_token_0(case: VerifyCase) -> list[VerifyCase]:
+    """The root, its row without mass at token 0, which is drafted."""
+    subject = case.requests[0]
+    if case.vocab_size == 1 or case.processor_kinds:
+        return []
+    rows = np.repeat(subject.rows[:1], 2, axis=0)
+    if case.kind == "probs":
+        rows[:, -1] += rows[:, 0]
+    elif np.isneginf(rows[0, 1:]).all():
+        rows[:, -1] = 0.0
+    rows[:, 0] = 0.0 if case.kind == "probs" else -np.inf
+    tree = DraftTree.chain([subject.tree.token_ids[0], 0])
+    request = replace(subject, tree=tree, rows=rows, accept=np.zeros(2, np.float32))
+    return [replace(case, requests=(request,), num_draft_tokens=None, depth_cap=2)]
+
+
+def ties_of_zeros(case: VerifyCase, subject: Request) -> VerifyCase:
+    """Rows with -0.0 at the first token and 0.0 at the last, some blocks on: a tie, as all else is less."""
+    rows = round_rows(subject.rows - subject.rows.max(axis=1, keepdims=True), case.rows_dtype)
+    rows = np.pad(rows, ((0, 0), (0, _WIDER)), constant_values=np.float32(-1))
+    rows[:, 0], rows[:, -1] = -0.0, 0.0
+    return case.replace_requests([replace(subject, rows=rows)])
+
+
+def unusable_roots(case: VerifyCase) -> list[VerifyCase]:
+    """The whole case with a root's row of each kind that nothing can be sampled from."""
+    root = case.requests[0]
+    cases = []
+    for value, is_whole in UNUSABLE[case.kind].values():
+        rows = root.rows.copy()
+        rows[0, None if is_whole else -1] = value  # the last: in the tail of the last block, often
+        cases.append(replace(case, requests=(replace(root, rows=rows), *case.requests[1:])))
+    return cases
+
+
+def forbidden_top(case: VerifyCase) -> list[VerifyCase]:
+    """Top-k 1 where the mask forbids the raw row's first: the cut is found in what the mask leaves."""
+    subject = case.requests[0]
+    if not case.is_filtered or subject.processors.token_bitmask is None:
+        return []
+    allowed = np.ones(subject.rows.shape, dtype=bool)
+    allowed[np.arange(len(allowed)), subject.rows.argmax(axis=1)] = False
+    held = replace(subject.processors, token_bitmask=pack_bitmask(allowed))
+    return [case.replace_requests([replace(subject, top_k=1, top_p=1.0, min_p=0.0, processors=held)])]
+
+
+def repeated_top(case: VerifyCase) -> list[VerifyCase]:
+    """The root's likeliest token committed three times: its presence counts once, its frequency thrice."""
+    subject = case.requests[0]
+    if "penalties" not in case.processor_kinds:
+        return []
+    top = int(subject.rows[0].argmax())
+    scale = subject.temperature or 1.0
+    held = replace(
+        subject.processors,
+        committed_tokens=(top,) * 3,
+        repetition_penalty=1.0,
+        frequency_penalty=0.25 * scale,
+        presence_penalty=0.5 * scale,
+    )
+    return [case.replace_requests([replace(subject, processors=held)])]
