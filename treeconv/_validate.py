@@ -65,7 +65,10 @@ def check_sequence_of_trees(trees: Sequence[DraftTree]) -> list[DraftTree]:
     """A non-empty list of :class:`DraftTree`."""
     if isinstance(trees, DraftTree):
         raise InvalidArgument("trees is one DraftTree, but must be a sequence of them: [tree]")
-    trees = list(trees)
+    try:
+        trees = list(trees)
+    except TypeError:
+        raise InvalidArgument(f"trees={trees!r}, but must be a sequence of DraftTrees") from None
     for index, tree in enumerate(trees):
         if not isinstance(tree, DraftTree):
             raise InvalidArgument(f"trees[{index}]={tree!r}, but must be a DraftTree")
