@@ -271,6 +271,8 @@ class TestConvert:
             ('{"parents": [-1, 0, 0], "token_ids": [1, 2, 2]}', "tree 0: token_ids[2]=2 repeats its sibling"),
             ('{"trees": [{"parents": [-1], "token_ids": [1]}], "prefix_lens": [1, 2]}', "prefix_lens"),
             ('{"parents": [-1, 0], "token_ids": [1, 2], "num_draft_tokens": 1}', "num_draft_tokens=1"),
+            ('{"parents": [-1], "token_ids": [1], "num_draft_tokens": 99999999999}', "must be <= 1048576"),
+            ('{"parents": [-1], "token_ids": [1], "num_draft_tokens": 1048576}', "B * N * N must be <="),
         ],
     )
     def test_malformed_trees_are_one_line(self, monkeypatch, capsys, text, message):

@@ -103,6 +103,17 @@ def test_full_mask_is_prefix_then_tree_per_request():
     assert tree_mask(batch).int().tolist() == want
 
 
+def resized(size, slots):
+    """A batch of that shape, which to_verify_input never makes."""
+    names = ("candidates", "retrieve_next_token", "retrieve_next_sibling")
+    empty = torch.zeros((size, slots), dtype=torch.int64)
+    return replace(to_verify_input([SMALL]), **dict.fromkeys(names, empty))
+
+
+def with_prefix(length):
+    return replace(to_verify_input([SMALL]), prefix_lens=torch.tensor([length]))
+
+
 BAD_CONVERSIONS = [
     (lambda: to_verify_input([]), r"trees=\[\], but must hold at least one DraftTree"),
     (lambda: to_verify_input(SMALL), "trees is one DraftTree, but must be a sequence"),
@@ -126,6 +137,72 @@ BAD_CONVERSIONS = [
     (
         lambda: from_tree_mask(torch.ones(5), torch.tensor([[1, 2]]), TreeMaskMode.QLEN_ONLY),
         r"mask holds 5 values, but QLEN_ONLY must hold \(1, 2, 2\)",
+    ),
+    (lambda: to_verify_input(None), "trees=None, but must be a sequence of DraftTrees"),
+    (lambda: to_verify_input([SMALL], device="foo"), "device='foo', but must be a device that torch can use"),
+    (lambda: to_verify_input([SMALL], device="cuda:99"), "device='cuda:99', but must be a device that torch"),
+    (lambda: to_verify_input([SMALL], device=1.5), "device=1.5, but must be a device that torch can use"),
+    (lambda: to_verify_input([SMALL], None, 3), "prefix_lens=3, but must be a sequence of 1 integers"),
+    (
+        lambda: to_verify_input([SMALL], 99999999999),
+        "num_draft_tokens=99999999999, but must be <= 1048576 slots per tree",
+    ),
+    (lambda: to_draft_trees([SMALL]), "verify_input=list, but must be a VerifyInput"),
+    (
+        lambda: to_draft_trees(resized(1, 0)),
+        r"candidates.shape=\(1, 0\), but must be \[B, N\] with B, N >= 1",
+    ),
+    (lambda: tree_mask(resized(0, 4)), r"candidates.shape=\(0, 4\), but must be \[B, N\] with B, N >= 1"),
+    (
+        lambda: to_draft_trees(replace(to_verify_input([SMALL]), candidates=torch.zeros(1, 2).long())),
+        r"retrieve_next_token.shape=\(1, 4\), but must be \(1, 2\), as candidates",
+    ),
+    (
+        lambda: tree_mask(replace(to_verify_input([SMALL]), retrieve_next_token=torch.zeros(1, 4))),
+        "retrieve_next_token.dtype=torch.float32, but must be an integer type",
+    ),
+    (lambda: tree_mask(with_prefix(-2)), r"prefix_lens\[0\]=-2, but must be an integer >= 0"),
+    (lambda: tree_mask(with_prefix(2**60)), r"but the FULL_MASK must hold <= 68719476736 values"),
+    (
+        lambda: tree_mask(to_verify_input([SMALL], 2**17)),
+        r"candidates.shape=\(1, 131072\), but B \* N \* N must be <= 4294967296",
+    ),
+    (
+        lambda: from_tree_mask(torch.ones(1, 3).byte(), [[1, 2]], TreeMaskMode.QLEN_ONLY_BITPACKING),
+        r"mask holds 3 values, but QLEN_ONLY_BITPACKING must hold \(1, 2\)",
+    ),
+    (
+        lambda: from_tree_mask(torch.ones(1, 2), [[1, 2]], TreeMaskMode.QLEN_ONLY_BITPACKING),
+        "mask holds float32, but QLEN_ONLY_BITPACKING must hold integers",
+    ),
+    (lambda: from_tree_mask(torch.ones(4), [[1, 2]], 9), r"mode=9, but must be one of \['FULL_MASK'"),
+    (lambda: from_tree_mask(torch.ones(4), [[1, 2]], None), "mode=None, but must be one of"),
+    (lambda: from_tree_mask(None, [[1, 2]]), "mask=None, but must be an array of numbers"),
+    (lambda: from_tree_mask([[1], [1, 1]], [[1, 2]]), "mask=list, but must be an array of numbers"),
+    (lambda: from_tree_mask(torch.ones(1), [["a"]]), "token_ids holds <U1, but must be an array of integers"),
+    (lambda: from_tree_mask(torch.ones(1), [1]), r"token_ids.shape=\(1,\), but must have 2 dimension"),
+    (
+        lambda: from_tree_mask(torch.ones(0), torch.zeros(0, 4).long()),
+        r"token_ids.shape=\(0, 4\), but must be \[B, N\] with B, N >= 1",
+    ),
+    (lambda: from_tree_mask(torch.ones(1), [[1]], prefix_lens=2), "prefix_lens=2, but must be a sequence"),
+    (lambda: from_tree_mask(torch.ones(1), [[1]], prefix_lens=[-1]), r"prefix_lens\[0\]=-1, but must be an"),
+    (lambda: from_eagle([SMALL]), "draft=list, but must be an EagleDraft"),
+    (
+        lambda: from_eagle(replace(to_eagle([SMALL]), root_token_ids=torch.tensor([9, 9]))),
+        r"parent_list.shape=\(1, 3\), but must be \[2, ...\]: a row for each root_token_ids",
+    ),
+    (
+        lambda: from_eagle(replace(to_eagle([SMALL]), draft_tokens=torch.tensor([[5, 7]]))),
+        r"draft_tokens.shape=\(1, 2\), but must be \(1, 3\), as top_scores_index",
+    ),
+    (
+        lambda: from_eagle(replace(to_eagle([SMALL]), parent_list=torch.tensor([-1, 0]))),
+        r"parent_list.shape=\(2,\), but must have 2 dimension",
+    ),
+    (
+        lambda: from_eagle(replace(to_eagle([SMALL]), top_scores_index=[[0], [1, 2]])),
+        "top_scores_index=list, but must be an array of integers",
     ),
     (lambda: to_eagle([SMALL, CHAIN]), r"tree sizes \[2, 4\], but EAGLE's layout takes trees of one size"),
     (lambda: to_eagle([SMALL], topk=1), "topk=1, but must be an integer >= 2"),
@@ -162,6 +239,9 @@ def test_malformed_pointers_are_refused(first, sibling, message):
     )
     with pytest.raises(InvalidTree, match=message):
         to_draft_trees(batch)
+    if "points at" in message or "reached twice" in message or "must have none" in message:
+        with pytest.raises(InvalidTree, match=message):
+            tree_mask(batch)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +255,120 @@ def test_rows_that_are_no_tree_mask_are_refused(row, values):
     mask[0, row] = torch.tensor(values)
     with pytest.raises(InvalidTree, match=r"request 0, node [0-3]: its mask row .* is not the row of an"):
         from_tree_mask(mask, batch.candidates, TreeMaskMode.QLEN_ONLY)
+
+
+def edited(mode, change, slots=6, prefixes=(2, 3)):
+    """The mask of two small trees with two slots of padding, changed, and what its trees are made of."""
+    batch = to_verify_input([SMALL, SMALL], slots, prefixes)
+    mask = tree_mask(batch, mode).long()  # torch has no arithmetic of uint16 and uint32
+    change(mask)
+    return mask, batch.candidates, mode, prefixes
+
+
+def put(*place, value):
+    return lambda mask: mask.__setitem__(place, value)
+
+
+def add(*place, value):
+    return lambda mask: mask.__setitem__(place, mask[place] + value)
+
+
+FULL, SQUARE, PACKED = MODES
+FIRST = 6 * (2 + 6)  # values of request 0 in the full mask; then rows of 3 + 6
+
+
+@pytest.mark.parametrize(
+    ("mode", "change", "message"),
+    [
+        (
+            SQUARE,
+            put(1, 3, 0, value=0),
+            r"request 1, row 3 \(padding\): sees slot 1, but a row must hold its",
+        ),
+        (SQUARE, put(1, 4, 1, value=1), r"request 1, row 4 \(padding\): sees slot 1, but"),
+        (SQUARE, put(0, 4, 5, value=1), r"request 0, row 4 \(padding\): sees slot 5, but"),
+        (SQUARE, put(1, 5, 5, value=0), r"request 1, row 5 \(padding\): does not see slot 5, but"),
+        (SQUARE, put(1, slice(None), 0, value=0), r"request 1: parents=\[\], but a tree must hold"),
+        (SQUARE, put(1, 3, 4, value=1), "request 1, node 3: its mask row .* is not the row of an"),
+        (FULL, put(FIRST + 9 * 2 + 1, value=0), r"row 2 \(a node\): does not see token 1 of the prefix, but"),
+        (FULL, put(FIRST + 9 * 5 + 2, value=1), r"row 5 \(padding\): sees token 2 of the prefix, but"),
+        (FULL, put(FIRST + 9 * 5 + 4, value=1), r"request 1, row 5 \(padding\): sees slot 1, but"),
+        (
+            PACKED,
+            add(1, 2, value=2**6),
+            r"request 1, row 2 \(a node\): sees by a bit behind its last slot 5, but",
+        ),
+        (
+            PACKED,
+            add(1, 5, value=2**7),
+            r"request 1, row 5 \(padding\): sees by a bit behind its last slot 5, but",
+        ),
+        (
+            PACKED,
+            add(1, 2, value=2**40),
+            r"request 1, row 2 \(a node\): sees by a bit behind its last slot 5, but",
+        ),
+        (PACKED, put(1, 4, value=0), r"request 1, row 4 \(padding\): does not see slot 4, but"),
+    ],
+)
+def test_masks_of_no_tree_are_refused(mode, change, message):
+    with pytest.raises(InvalidTree, match=message):
+        from_tree_mask(*edited(mode, change))
+
+
+@pytest.mark.parametrize("slots", [33, 40, 64])  # of 64 slots it is the last one's own
+def test_a_last_words_last_bit_in_padding_is_refused(slots):
+    mask, tokens, mode, prefixes = edited(PACKED, add(0, 5, 1, value=2**31), slots)
+    seen = "slot 63" if slots == 64 else f"by a bit behind its last slot {slots - 1}"
+    with pytest.raises(InvalidTree, match=rf"request 0, row 5 \(padding\): sees {seen}, but"):
+        from_tree_mask(mask, tokens, mode, prefixes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("slots", [4, 8, 16, 32, 33])
+@pytest.mark.parametrize("form", [np.asarray, lambda mask: mask.tolist()], ids=["array", "list"])
+def test_masks_in_arrays_and_lists_are_taken(mode, slots, form):
+    batch = to_verify_input([SMALL, CHAIN], slots, [1, 0])
+    mask = tree_mask(batch, mode)
+    assert from_tree_mask(form(mask), form(batch.candidates), mode, [1, 0]) == [SMALL, CHAIN]
+
+
+@pytest.mark.parametrize(("slots", "signed"), [(8, torch.int8), (16, torch.int16), (32, torch.int32)])
+def test_packed_words_with_a_sign_hold_the_same_bits(slots, signed):
+    batch = to_verify_input([DraftTree.chain(range(slots))])
+    assert from_tree_mask(tree_mask(batch, PACKED).view(signed), batch.candidates, PACKED) == [
+        DraftTree.chain(range(slots))
+    ]
+
+
+def test_duplicate_siblings_under_a_mask_name_the_request():
+    batch = to_verify_input([CHAIN, DraftTree([-1, 0, 0], [9, 5, 7])])
+    tokens = batch.candidates.clone()
+    tokens[1, 2] = 5
+    with pytest.raises(InvalidTree, match=r"request 1: token_ids\[2\]=5 repeats its sibling node 1"):
+        from_tree_mask(tree_mask(batch), tokens)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "slot", "pointer"),
+    [
+        ("retrieve_next_sibling", 5, 1),
+        ("retrieve_next_token", 5, 1),
+        ("retrieve_next_token", 4, 5),
+        ("retrieve_next_sibling", 4, 4),
+        ("retrieve_next_token", 5, 0),
+        ("retrieve_next_token", 4, 99),
+        ("retrieve_next_sibling", 5, -7),
+    ],
+)
+def test_pointers_of_unreachable_slots_change_nothing(mode, name, slot, pointer):
+    plain = to_verify_input([CHAIN, SMALL], 6, [1, 2])
+    changed = getattr(plain, name).clone()
+    changed[1, slot] = pointer
+    batch = replace(plain, **{name: changed})
+    assert torch.equal(tree_mask(batch, mode), tree_mask(plain, mode))
+    assert to_draft_trees(batch) == [CHAIN, SMALL]
 
 
 def test_eagles_tensors_of_a_small_tree():

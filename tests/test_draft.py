@@ -117,6 +117,14 @@ def test_edges(logits, budget, want):
     ("logits", "budget", "root", "message"),
     [
         ([0.0, 1.0], 1, 9, r"draft_logits.shape=\(2,\), but must be \[depth, vocab\]"),
+        (
+            [[0, 1], [1]],
+            3,
+            0,
+            r"draft_logits=\[\[0, 1\], \[1\]\], but must be numbers of shape \[depth, vocab\]",
+        ),
+        ([["a"]], 3, 0, r"draft_logits=\[\['a'\]\], but must be numbers of shape"),
+        ([[{}]], 3, 0, r"draft_logits=\[\[\{\}\]\], but must be numbers of shape"),
         (np.zeros((2, 0)), 1, 9, r"draft_logits.shape=\(2, 0\), but must be"),
         ([[0.0, float("nan")]], 1, 9, r"draft_logits\[0, 1\]=nan, but must be finite or -inf"),
         ([[0.0, 1.0], [INF, 0.0]], 1, 9, r"draft_logits\[1, 0\]=inf, but must be finite or -inf"),

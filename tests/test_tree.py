@@ -84,8 +84,19 @@ def test_chain_is_the_tree_of_width_one():
     assert DraftTree.chain([9, 5, 5]) == DraftTree([-1, 0, 1], [9, 5, 5])
 
 
+@pytest.mark.parametrize("tokens", [iter([9, 5]), (token for token in (9, 5)), np.array([9, 5])])
+def test_a_chain_of_any_iterable(tokens):
+    assert DraftTree.chain(tokens) == DraftTree([-1, 0], [9, 5])
+
+
 @pytest.mark.parametrize(
-    ("tokens", "message"), [([], "at least its root"), ([9, -1], r"token_ids\[1\]=-1, but must be >= 0")]
+    ("tokens", "message"),
+    [
+        ([], "at least its root"),
+        ([9, -1], r"token_ids\[1\]=-1, but must be >= 0"),
+        (5, "token_ids=5, but must be a flat sequence of integers"),
+        (None, "token_ids=None, but must be a flat sequence of integers"),
+    ],
 )
 def test_a_malformed_chain_is_refused(tokens, message):
     with pytest.raises(InvalidTree, match=message):

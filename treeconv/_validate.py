@@ -13,7 +13,7 @@ from treeconv._validate_places import check_places
 from treeconv.errors import InvalidArgument, InvalidTree
 from treeconv.filters import FILTER_ORDERS, Cuts, FilterOrder, Filters
 from treeconv.rules import Drafting, Rule, RuleName, check_pairing
-from treeconv.tree import Coins, DraftTree, VerifyInput
+from treeconv.tree import Coins, VerifyInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,6 @@ __all__ = [
     "check_rows",
     "check_rule",
     "check_seeds",
-    "check_sequence_of_trees",
     "check_temperature",
     "check_tensors",
     "check_trees",
@@ -60,19 +59,6 @@ def as_int64(values: Sequence[Any], name: str) -> NDArray[np.int64]:
         if check_int(value, f"{name}[{index}]", 0) >= 2**64:
             raise InvalidArgument(f"{name}[{index}]={value!r}, but must be below 2**64")
     return np.array(list(values), np.uint64).view(np.int64)
-
-
-def check_sequence_of_trees(trees: Sequence[DraftTree]) -> list[DraftTree]:
-    """A non-empty list of :class:`DraftTree`."""
-    if isinstance(trees, DraftTree):
-        raise InvalidArgument("trees is one DraftTree, but must be a sequence of them: [tree]")
-    trees = list(trees)
-    for index, tree in enumerate(trees):
-        if not isinstance(tree, DraftTree):
-            raise InvalidArgument(f"trees[{index}]={tree!r}, but must be a DraftTree")
-    if not trees:
-        raise InvalidArgument("trees=[], but must hold at least one DraftTree")
-    return trees
 
 
 def tree_pointers(first: Sequence[int], sibling: Sequence[int], where: str = "") -> list[int | None]:

@@ -11,11 +11,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treeconv._validate import check_int, check_sequence_of_trees, tree_pointers
+from treeconv._validate import check_int, tree_pointers
+from treeconv._validate_layouts import (
+    as_array,
+    check_device,
+    check_layout,
+    check_mask_mode,
+    check_mask_size,
+    check_num_draft_tokens,
+    check_prefix_lens,
+    check_same_rows,
+    check_sequence_of_trees,
+    mask_rows,
+)
 from treeconv.errors import InvalidArgument, InvalidTree
 from treeconv.tree import DraftTree, TreeMaskMode, VerifyInput
 
@@ -75,7 +87,8 @@ def to_verify_input(
         trees: B >= 1 trees; their sizes may differ.
 
         num_draft_tokens: N, the slots per tree, root included; at least the largest tree, which is
-            also the default. Slots behind a tree's nodes are padding: unreachable, token 0.
+            also the default; at most 2**20, unless a tree is larger. Slots behind a tree's nodes are
+            padding: unreachable, token 0.
 
         prefix_lens: ``[B]`` committed tokens before each root, >= 0 (the position of the root);
             default 0.
@@ -86,28 +99,15 @@ def to_verify_input(
         A :class:`VerifyInput` of int64 tensors, ``[B, N]`` each.
 
     Raises:
-        InvalidArgument: no tree, ``num_draft_tokens`` below the largest tree, or bad ``prefix_lens``.
+        InvalidArgument: no tree, ``num_draft_tokens`` below the largest tree or absurdly large, bad
+            ``prefix_lens``, or a ``device`` that torch cannot use here.
     """
     import torch  # noqa: PLC0415  (treeconv imports without torch)
 
     trees = check_sequence_of_trees(trees)
-    batch = len(trees)
-    largest = max(map(len, trees))
-    if num_draft_tokens is None:
-        num_draft_tokens = largest
-    elif check_int(num_draft_tokens, "num_draft_tokens", 1) < largest:
-        raise InvalidArgument(
-            f"num_draft_tokens={num_draft_tokens}, but must be >= {largest}: tree"
-            f" {max(range(batch), key=lambda b: len(trees[b]))} has that many nodes (root included)"
-        )
-    prefix = np.zeros(batch, np.int64)
-    if prefix_lens is not None:
-        if len(prefix_lens) != batch:
-            raise InvalidArgument(f"len(prefix_lens)={len(prefix_lens)}, but must be {batch}, one per tree")
-        for index, length in enumerate(prefix_lens):
-            if check_int(length, f"prefix_lens[{index}]", 0) >= 2**62:  # positions are a depth beyond it
-                raise InvalidArgument(f"prefix_lens[{index}]={length}, but must be below 2**62")
-            prefix[index] = length
+    target = check_device(device)
+    num_draft_tokens = check_num_draft_tokens(num_draft_tokens, [*map(len, trees)])
+    prefix = check_prefix_lens(prefix_lens, len(trees))
 
     parents, tokens = _padded(trees, num_draft_tokens)
     shape = parents.shape
@@ -133,17 +133,20 @@ def to_verify_input(
         "prefix_lens": prefix,
     }
     made = VerifyInput(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-    return made.seal() if torch.device(device).type == "cpu" else made.to(device)
+    return made.seal() if target.type == "cpu" else made.to(target)
 
 
 def to_draft_trees(verify_input: VerifyInput) -> list[DraftTree]:
     """The draft trees that a converted batch holds: the exact inverse of :func:`to_verify_input`.
 
     Raises:
+        InvalidArgument: no VerifyInput, or tokens and pointers that are not integers of one shape
+            ``[B, N]``, B, N >= 1.
         InvalidTree: a pointer out of range, a slot reached twice (a cycle or a shared child), siblings
             or parents out of node order, reachable slots that are not 0..n-1, or whatever
             :class:`DraftTree` refuses. The message names request and node.
     """
+    check_layout(verify_input)
     candidates = verify_input.candidates.tolist()
     firsts = verify_input.retrieve_next_token.tolist()
     siblings = verify_input.retrieve_next_sibling.tolist()
@@ -172,30 +175,20 @@ def to_draft_trees(verify_input: VerifyInput) -> list[DraftTree]:
 
 
 def _visibility(verify_input: VerifyInput) -> torch.Tensor:
-    """``[B, N, N]`` bool, ancestors and self; a padded slot sees itself only. Works on any device."""
+    """``[B, N, N]`` bool, ancestors and self; a slot that the root does not reach sees itself only."""
     import torch  # noqa: PLC0415
 
-    # torch indexes by no narrower integers.
-    first, sibling = verify_input.retrieve_next_token.long(), verify_input.retrieve_next_sibling.long()
-    batch, num_slots = first.shape
-    slots = torch.arange(num_slots, device=first.device).expand(batch, num_slots)
-    # `back` undoes one pointer: first child -> parent, next sibling -> its elder; the root to itself.
-    back = slots.clone()
-    for pointer in (first, sibling):
-        # An unused -1 lands in one spare column behind the row.
-        spare = torch.cat([back, back[:, :1]], dim=1)
-        back = spare.scatter(1, torch.where(pointer < 0, num_slots, pointer), slots)[:, :num_slots]
-    is_younger = torch.zeros((batch, num_slots + 1), dtype=torch.bool, device=first.device)
-    is_younger = is_younger.scatter(1, torch.where(sibling < 0, num_slots, sibling), value=True)[
-        :, :num_slots
-    ]
-    # Every elder sibling's pointer leads on to the parent: skip them by doubling.
-    elder = torch.where(is_younger, back, slots)
-    for _ in range(max(1, (num_slots - 1).bit_length())):
-        elder = elder.gather(1, elder)
-    parent = back.gather(1, elder)
+    batch, num_slots = verify_input.candidates.shape
+    device = verify_input.device
+    firsts, siblings = verify_input.retrieve_next_token.tolist(), verify_input.retrieve_next_sibling.tolist()
+    up = []  # parents; the root and padding lead to themselves
+    for request, (first, sibling) in enumerate(zip(firsts, siblings, strict=True)):
+        parents = tree_pointers(first, sibling, f"request {request}, ")
+        parents[0] = 0
+        up.append([slot if parent is None else parent for slot, parent in enumerate(parents)])
+    parent = torch.from_numpy(np.array(up, np.int64)).to(device)
 
-    visible = torch.eye(num_slots, dtype=torch.bool, device=first.device).repeat(batch, 1, 1)
+    visible = torch.eye(num_slots, dtype=torch.bool, device=device).repeat(batch, 1, 1)
     jump = parent
     for _ in range(max(1, (num_slots - 1).bit_length())):
         visible |= visible.gather(1, jump[:, :, None].expand(-1, -1, num_slots))
@@ -207,7 +200,8 @@ def tree_mask(verify_input: VerifyInput, mode: TreeMaskMode = TreeMaskMode.FULL_
     """The tree attention mask: each node sees the prefix, its ancestors and itself.
 
     Args:
-        verify_input: a valid batch.
+        verify_input: a batch of trees; only what the root reaches counts. On a device its pointers are
+            copied to the host, which waits for the device.
 
         mode: see :class:`TreeMaskMode` for the layouts.
 
@@ -216,12 +210,16 @@ def tree_mask(verify_input: VerifyInput, mode: TreeMaskMode = TreeMaskMode.FULL_
         changes nothing and no row of a softmax is empty.
 
     Raises:
-        InvalidArgument: an unknown mode.
+        InvalidArgument: an unknown mode, tokens and pointers that are not integers of one shape ``[B, N]``,
+            a negative prefix, or a mask of more than 2**32 values (2**36 with the prefixes).
+        InvalidTree: what the root reaches is no tree: a pointer out of range, or a slot reached twice. The
+            message names request and node.
     """
     import torch  # noqa: PLC0415
 
-    if mode not in set(TreeMaskMode):
-        raise InvalidArgument(f"mode={mode!r}, but must be one of {[m.name for m in TreeMaskMode]}")
+    mode = check_mask_mode(mode)
+    check_layout(verify_input)
+    prefixes = check_mask_size(verify_input, mode)
     visible = _visibility(verify_input)
     batch, num_slots, _ = visible.shape
     if mode == TreeMaskMode.QLEN_ONLY:
@@ -229,7 +227,7 @@ def tree_mask(verify_input: VerifyInput, mode: TreeMaskMode = TreeMaskMode.FULL_
     if mode == TreeMaskMode.FULL_MASK:
         real = visible[:, :, 0]  # every node sees the root; padding does not
         rows = []
-        for tree, is_node, prefix in zip(visible, real, verify_input.prefix_lens.tolist(), strict=True):
+        for tree, is_node, prefix in zip(visible, real, prefixes, strict=True):
             rows.append(torch.cat([is_node[:, None].expand(-1, prefix), tree], dim=1).flatten())
         return torch.cat(rows)
     words = -(-num_slots // 32)
@@ -242,25 +240,6 @@ def tree_mask(verify_input: VerifyInput, mode: TreeMaskMode = TreeMaskMode.FULL_
     return packed[:, :, 0].to(narrowest)
 
 
-def _unpack_mask(
-    mask: NDArray[Any], mode: TreeMaskMode, batch: int, num_slots: int, prefix_lens: Sequence[int]
-) -> NDArray[np.bool_]:
-    square = (batch, num_slots, num_slots)
-    if mode == TreeMaskMode.FULL_MASK:
-        widths = [num_slots * (prefix + num_slots) for prefix in prefix_lens]
-        if mask.size != sum(widths):
-            raise InvalidArgument(f"mask holds {mask.size} values, but FULL_MASK must hold {sum(widths)}")
-        parts = np.split(mask.astype(bool).ravel(), np.cumsum(widths)[:-1])
-        return np.stack([part.reshape(num_slots, -1)[:, -num_slots:] for part in parts])
-    if mode == TreeMaskMode.QLEN_ONLY:
-        if mask.size != batch * num_slots**2:
-            raise InvalidArgument(f"mask holds {mask.size} values, but QLEN_ONLY must hold {square}")
-        return mask.astype(bool).reshape(square)
-    words = mask.astype(np.int64).reshape(batch, num_slots, -1)
-    bits = (words[..., None] >> np.arange(32)) & 1
-    return bits.reshape(batch, num_slots, -1)[:, :, :num_slots].astype(bool)
-
-
 def from_tree_mask(
     mask: torch.Tensor,
     token_ids: torch.Tensor,
@@ -270,7 +249,7 @@ def from_tree_mask(
     """The trees that a mask describes: a node's parent is its nearest visible ancestor.
 
     Args:
-        mask: as :func:`tree_mask` returns it.
+        mask: as :func:`tree_mask` returns it; arrays and lists are taken too.
 
         token_ids: ``[B, N]`` integers, the token of each slot (``VerifyInput.candidates``).
 
@@ -279,16 +258,23 @@ def from_tree_mask(
         prefix_lens: ``[B]``, needed to cut a FULL_MASK; default 0.
 
     Raises:
-        InvalidArgument: sizes that do not fit.
-        InvalidTree: a row that is not "ancestors and self" of any tree. The message names the node.
+        InvalidArgument: an unknown mode, sizes that do not fit, or what are no numbers.
+        InvalidTree: a row that is not "ancestors and self" of any tree (padding: itself only; in FULL_MASK
+            nodes see the whole prefix too), and whatever :class:`DraftTree` refuses. The message names
+            request and row.
     """
-    tokens = token_ids.tolist()
-    batch, num_slots = len(tokens), len(tokens[0])
-    prefixes = [0] * batch if prefix_lens is None else list(prefix_lens)
-    visible = _unpack_mask(mask.cpu().numpy(), TreeMaskMode(mode), batch, num_slots, prefixes)
+    mode = check_mask_mode(mode)
+    ids = as_array(token_ids, "token_ids", 2)
+    if 0 in ids.shape:
+        raise InvalidArgument(f"token_ids.shape={ids.shape}, but must be [B, N] with B, N >= 1")
+    tokens = ids.tolist()
+    batch, num_slots = ids.shape
+    lengths = check_prefix_lens(prefix_lens, batch).tolist()
+    given = mask_rows(as_array(mask, "mask"), mode, num_slots, lengths)
+    offsets = lengths if mode == TreeMaskMode.FULL_MASK else [0] * batch
     trees = []
     for request in range(batch):
-        rows = visible[request]
+        rows = given[request][:, offsets[request] :][:, :num_slots]
         size = int(rows[:, 0].sum())  # only real nodes see the root
         parents = []
         for node in range(size):
@@ -301,7 +287,14 @@ def from_tree_mask(
                     f"request {request}, node {node}: its mask row {rows[node].astype(int).tolist()} is not"
                     f" the row of an earlier node plus itself, so it is no row of a tree mask"
                 )
-        trees.append(DraftTree(parents=tuple(parents), token_ids=tuple(tokens[request][:size])))
+        try:
+            trees.append(DraftTree(parents=tuple(parents), token_ids=tuple(tokens[request][:size])))
+        except InvalidTree as error:
+            raise InvalidTree(f"request {request}: {error}") from None
+    # The rows looked at so far are those that see the root; the rest must be what the trees give.
+    again = tree_mask(to_verify_input(trees, num_slots, lengths), mode).numpy()
+    sizes = [*map(len, trees)]
+    check_same_rows(given, mask_rows(again, mode, num_slots, lengths), sizes, offsets)
     return trees
 
 
@@ -392,20 +385,30 @@ def from_eagle(draft: EagleDraft) -> list[DraftTree]:
     """The trees that EAGLE's tensors describe: the inverse of :func:`to_eagle`.
 
     Raises:
+        InvalidArgument: no EagleDraft, or fields that are not integers of the shapes that it states.
         InvalidTree: a node whose parent was not selected (SGLang's kernel reads another request's row
             there) or comes after it, a candidate selected twice, and whatever :class:`DraftTree` refuses.
             The message names it.
     """
+    if not isinstance(draft, EagleDraft):
+        raise InvalidArgument(f"draft={type(draft).__name__}, but must be an EagleDraft")
     topk = check_int(draft.topk, "topk", 1)
+    roots = as_array(draft.root_token_ids, "root_token_ids", 1)
+    beam_rows = as_array(draft.parent_list, "parent_list", 2)
+    number_rows = as_array(draft.top_scores_index, "top_scores_index", 2)
+    token_rows = as_array(draft.draft_tokens, "draft_tokens", 2)
+    for name, rows in (("parent_list", beam_rows), ("top_scores_index", number_rows)):
+        if len(rows) != len(roots):
+            raise InvalidArgument(
+                f"{name}.shape={rows.shape}, but must be [{len(roots)}, ...]: a row for each root_token_ids"
+            )
+    if token_rows.shape != number_rows.shape:
+        raise InvalidArgument(
+            f"draft_tokens.shape={token_rows.shape}, but must be {number_rows.shape}, as top_scores_index"
+        )
     trees = []
-    rows = zip(
-        draft.parent_list.tolist(),
-        draft.top_scores_index.tolist(),
-        draft.draft_tokens.tolist(),
-        draft.root_token_ids.tolist(),
-        strict=True,
-    )
-    for request, (beams, numbers, tokens, root) in enumerate(rows):
+    fields = (beam_rows.tolist(), number_rows.tolist(), token_rows.tolist(), roots.tolist())
+    for request, (beams, numbers, tokens, root) in enumerate(zip(*fields, strict=True)):
         node_of = {number: node for node, number in enumerate(numbers, start=1)}
         if len(node_of) < len(numbers):
             node = next(node for node, number in enumerate(numbers, start=1) if node_of[number] != node)

@@ -48,9 +48,14 @@ def build_draft_tree(draft_logits: Any, tree_budget: int, root_token_id: int) ->
         the lower rank; equal logits rank by lowest token id.
 
     Raises:
-        InvalidArgument: not a matrix, NaN or +inf, a negative budget or root token.
+        InvalidArgument: not a matrix of numbers, NaN or +inf, a negative budget or root token.
     """
-    logits = as_float_array(draft_logits).astype(np.float64)
+    try:
+        logits = as_float_array(draft_logits).astype(np.float64)
+    except (TypeError, ValueError) as error:  # ragged, text
+        raise InvalidArgument(
+            f"draft_logits={draft_logits!r}, but must be numbers of shape [depth, vocab]: {error}"
+        ) from None
     if logits.ndim != 2 or (logits.size == 0 and logits.shape[0] != 0):
         raise InvalidArgument(f"draft_logits.shape={logits.shape}, but must be [depth, vocab], vocab >= 1")
     check_int(tree_budget, "tree_budget", 0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from treeconv._validate import check_int, check_sequence_of_trees
+from treeconv._validate import check_int
+from treeconv._validate_layouts import check_sequence_of_trees
 from treeconv.errors import InvalidArgument
 from treeconv.processors import bitmask_words
 

@@ -18,7 +18,7 @@ import numpy as np
 from treeconv.errors import InvalidArgument, InvalidTree
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
     import torch
     from numpy.typing import NDArray
@@ -124,16 +124,17 @@ class DraftTree:
                 )
 
     @classmethod
-    def chain(cls, token_ids: Sequence[int]) -> DraftTree:
+    def chain(cls, token_ids: Iterable[int]) -> DraftTree:
         """The linear tree (a DFlash block): each token is the only child of the one before.
 
         Args:
-            token_ids: ``n >= 1`` integers >= 0, the root (last committed token) first.
+            token_ids: ``n >= 1`` integers >= 0, the root (last committed token) first; any iterable.
 
         Raises:
             InvalidTree: as for :class:`DraftTree`.
         """
-        return cls(parents=tuple(range(-1, len(token_ids) - 1)), token_ids=tuple(token_ids))
+        tokens = _integers(token_ids, "token_ids")
+        return cls(parents=tuple(range(-1, len(tokens) - 1)), token_ids=tokens)
 
     def __len__(self) -> int:
         return len(self.parents)
