@@ -323,7 +323,8 @@ class GeneratorsSeedIgnored(Generated):
         self.streams = {}
 
     def uniforms(self, size, count, generator):
-        own = self.streams.setdefault(id(generator), torch.Generator().manual_seed(0))
+        # The generator is kept, too: another one could be given the id of one that is gone.
+        own = self.streams.setdefault(id(generator), (torch.Generator().manual_seed(0), generator))[0]
         return super().uniforms(size, count, own)
 
 
