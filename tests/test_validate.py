@@ -232,6 +232,18 @@ LOGITS_CALLS = {
         {"coins": coins(accept=with_coin(NAN))},
         r"coins.accept holds nan, but must be in \[0, 1\)",
     ),
+    "complex rows": (
+        BATCH,
+        ROWS.numpy() + 1j,
+        {},
+        r"logits=ndarray, but must be numbers of shape \(2, 4, 'V'\): complex numbers",
+    ),
+    "complex coins": (
+        BATCH,
+        ROWS,
+        {"coins": Coins([[0.5j] * 4] * 2, [0.5, 0.5])},
+        "coins.accept=list, but must be numbers of shape .*: complex numbers",
+    ),
     "coin inf": (
         BATCH,
         ROWS,

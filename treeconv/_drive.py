@@ -290,6 +290,17 @@ def judge_all(
     return len(coins)
 
 
+def judge_made(cases: Sequence[VerifyCase], backend: Backend, device: str, count: int) -> int:
+    """First requests of cases that a law made of its own, under so many spread coins; failures show them."""
+    judged = 0
+    for made in cases:
+        try:
+            judged += judge_all(made, backend, device, spread_coins(count, len(made.requests[0].tree)))
+        except Violation as violation:
+            raise replace(violation, case=made) from None
+    return judged
+
+
 def spread_coins(count: int, dimensions: int) -> list[CoinVector]:
     """Evenly spread coin vectors: a rank-1 lattice on the fractional parts of square roots."""
     roots = np.sqrt(np.arange(2, dimensions + 3, dtype=np.float64))

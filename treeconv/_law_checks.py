@@ -21,6 +21,7 @@ from treeconv._drive import (
     decide,
     input_tensors,
     judge_all,
+    judge_made,
     measure,
     spread_coins,
     submit,
@@ -59,12 +60,7 @@ def oracle_agreement(case: VerifyCase, backend: Backend, device: str) -> int:
             raise Violation(index, observed, *wrong)
     spread = spread_coins(32, len(case.requests[0].tree))
     judged = len(case.requests) + judge_all(case, backend, device, spread)
-    for planted in far_below(case):
-        try:
-            judged += judge_all(planted, backend, device, spread_coins(4, len(planted.requests[0].tree)))
-        except Violation as violation:
-            raise replace(violation, case=planted) from None
-    return judged
+    return judged + judge_made(far_below(case), backend, device, 4)
 
 
 def critical_coins(case: VerifyCase, backend: Backend, device: str) -> int:

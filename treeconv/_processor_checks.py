@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from treeconv import _law_checks as plain
 from treeconv import oracle
-from treeconv._drive import decide, judge_all, spread_coins
+from treeconv._drive import decide, judge_made, spread_coins
 from treeconv._planted_cases import forbidden_top, repeated_top
 from treeconv.judge import Observed, Violation, is_ambiguous, target_rows
 from treeconv.tree import DraftTree, RowStatus
@@ -25,13 +25,7 @@ def processed(case: VerifyCase, backend: Backend, device: str) -> int:
     """The whole case at its coins and at spread ones, then every boundary of each request's processed law."""
     judged = plain.oracle_agreement(case, backend, device)
     judged += plain.critical_coins(case, backend, device)
-    for planted in (*forbidden_top(case), *repeated_top(case)):
-        coins = spread_coins(8, len(planted.requests[0].tree))
-        try:
-            judged += judge_all(planted, backend, device, coins)
-        except Violation as violation:
-            raise replace(violation, case=planted) from None
-    return judged
+    return judged + judge_made([*forbidden_top(case), *repeated_top(case)], backend, device, 8)
 
 
 def _starting_at(request: Request, node: int) -> tuple[Request, list[int]]:

@@ -251,12 +251,13 @@ def _to_tensor(values: Any, name: str, shape: str, device: torch.device) -> torc
     """Lists and arrays as float32; NumPy's own default is float64."""
     import torch  # noqa: PLC0415
 
+    reason: object = "complex numbers"  # torch would drop their imaginary parts
     try:
-        return torch.as_tensor(values, dtype=torch.float32, device=device)
+        if not torch.as_tensor(values).is_complex():
+            return torch.as_tensor(values, dtype=torch.float32, device=device)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, None, text
-        raise InvalidArgument(
-            f"{name}={type(values).__name__}, but must be numbers of shape {shape}: {error}"
-        ) from None
+        reason = error
+    raise InvalidArgument(f"{name}={type(values).__name__}, but must be numbers of shape {shape}: {reason}")
 
 
 def check_rows(rows: Any, name: str, batch: VerifyInput, dtypes: tuple[str, ...]) -> torch.Tensor:
