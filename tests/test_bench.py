@@ -28,6 +28,7 @@ def report():
             12 + 0.4 * B,
             5.0,
             None if path == "deployed" else 1.0,
+            None if path == "eager" else us * B - 3,
             path != "eager",
             note,
         )
@@ -41,6 +42,7 @@ def test_table_holds_what_was_measured_and_left_out():
     text = format_table(report())
     assert "A card, copies at 4.20 TB/s" in text
     assert "18x" in text
+    assert "225.0     10.0    22x" in text  # of one call among others in a graph: 225 / 10
     assert "left out: 128 x 256 x 163840: needs 90 GiB of 80" in text
     assert "eager: plain calls" in text
     assert "accepts what deployed accepts: 100.00%" in text

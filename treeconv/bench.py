@@ -3,7 +3,8 @@
 *Deployed* is what a serving engine runs today: logits to float32, divided by the temperature, softmax of
 every row, a zeroed scratch tensor of the same size, ``sgl_kernel``; at T = 0 the argmax of every row and
 ``verify_tree_greedy``. Times are medians over replays of CUDA graphs between CUDA events (``eager`` waits for
-the device and is called plainly); inputs are rotated so that few requests do not sit in the cache. The
+the device and is called plainly), of graphs of one call each and of one graph of many calls, as a server's
+step holds the call among others; inputs are rotated so that few requests do not sit in the cache. The
 *bound* is the rows that the walks really visited, read once at the rate of a copy measured in the same run;
 the *limit* is the project's target, 12 us + 2 x bound. At the headline shape the sampler is timed with
 filters too, and with a bias and a bitmask, each beside the same call without, and beside the deployed path
@@ -24,6 +25,7 @@ import torch
 
 from treeconv.backends.registry import get_backend
 from treeconv.bench_report import BenchReport, BenchRow, FilteredRow, format_table, save_plot
+from treeconv.bench_timing import capture, copy_rate, event_times, extra_bytes, time_among_others
 from treeconv.convert import to_verify_input
 from treeconv.draft import build_draft_tree
 from treeconv.errors import BackendUnavailable, InvalidArgument
@@ -199,57 +201,6 @@ class _Deployed:
         return outputs | {name: getattr(batch, name) for name in names}
 
 
-def _event_times(calls: Sequence[Callable[[], object]], measure_ms: float) -> list[float]:
-    """Microseconds a call, one figure per round; the calls take turns."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-
-    def timed(count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for index in range(count):
-            calls[index % len(calls)]()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1000 / count
-
-    first = timed(len(calls))
-    per_round = max(len(calls), min(200, int(measure_ms * 1000 / 7 / max(first, 1.0))))
-    return [timed(per_round) for _ in range(7)]
-
-
-def _capture(call: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        call()
-    return graph
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes read plus written per second by a large copy."""
-    free = torch.cuda.mem_get_info(device)[0]
-    size = min(2**32, free // 4)
-    source = torch.randn(size // 4, device=device)
-    target = torch.empty_like(source)
-    median = statistics.median(_event_times([lambda: target.copy_(source)], 60.0))
-    return 2 * source.numel() * 4 / (median * 1e-6)
-
-
-def _extra_bytes(call: Callable[[], object], device: torch.device) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated(device) - before)
-
-
 def _fits(path: str, B: int, N: int, V: int, sets: int, device: torch.device) -> str | None:
     """Why a path does not fit beside its inputs, or None."""
     elements = B * N * V
@@ -350,7 +301,7 @@ def _measure_filters(
             temperatures = torch.full((B,), sampled[0], device=device)
             try:
                 calls = [partial(each.call, deployed.sampled, temperatures, top_p) for each in inputs[:2]]
-                times = _event_times(calls, grid.measure_ms)
+                times = event_times(calls, grid.measure_ms)
             except (BackendUnavailable, RuntimeError) as error:
                 report.skipped.append((f"deployed with top-p at {B} x {N} x {V}", str(error)[:200]))
             else:
@@ -380,12 +331,12 @@ def _filtered_rows(
     for what, more in held.items():
         results = [each.call(function, temperatures, *more) for each in inputs]
         graphs = [
-            _capture(
+            capture(
                 partial(each.call, _with(function, _empty_output(function, out)), temperatures, *more), None
             )
             for each, out in zip(inputs, results, strict=True)
         ]
-        times = _event_times([graph.replay for graph in graphs], measure_ms)
+        times = event_times([graph.replay for graph in graphs], measure_ms)
         visited = statistics.mean(float(out.accept_token_num.float().mean()) + 1 for out in results)
         rows.append(
             FilteredRow(N, B, V, temperature, "triton", what, statistics.median(times), visited, flat)
@@ -420,7 +371,7 @@ def _measure(
     else:
         backend = get_backend(path)
         function = backend.verify
-    extra = _extra_bytes(lambda: inputs[0].call(function, temperatures), device)
+    extra = extra_bytes(lambda: inputs[0].call(function, temperatures), device)
     results = [each.call(function, temperatures) for each in inputs]
     visited = statistics.mean(float(result.accept_token_num.float().mean()) + 1 for result in results)
     decided[path] = results[0].accept_index
@@ -428,18 +379,20 @@ def _measure(
     if path != "deployed" and "deployed" in decided and deployed.has_kernel:
         same = float((decided[path] == decided["deployed"]).all(dim=1).float().mean())
     calls: list[Callable[[], object]]
+    among = None
     if in_graph:
         pool = torch.cuda.graph_pool_handle()
         outs = [_empty_output(function, result) for result in results]
-        graphs = [
-            _capture(partial(each.call, _with(function, out), temperatures), pool)
+        calls = [
+            partial(each.call, _with(function, out), temperatures)
             for each, out in zip(inputs, outs, strict=True)
         ]
-        calls = [graph.replay for graph in graphs]
+        times = sorted(event_times([capture(call, pool).replay for call in calls], grid.measure_ms))
+        among = time_among_others(calls, statistics.median(times), pool, grid.measure_ms)
     else:
         calls = [partial(each.call, function, temperatures) for each in inputs]
         note = "plain calls: it waits for the device"
-    times = sorted(_event_times(calls, grid.measure_ms))
+        times = sorted(event_times(calls, grid.measure_ms))
     bound = 0.0 if path == "deployed" and not deployed.has_kernel else visited * B * V * 2 / copy_tb_s / 1e6
     return BenchRow(
         num_draft_tokens=N,
@@ -449,6 +402,7 @@ def _measure(
         path=path,
         median_us=statistics.median(times),
         spread_us=times[5] - times[1],
+        among_us=among,
         visited=visited,
         bound_us=bound,
         limit_us=_LIMIT_US + 2 * bound,
@@ -489,9 +443,9 @@ def bench_converter(device: torch.device) -> dict[str, float]:
         def call(mode: Any = mode, out: Any = out) -> object:
             return convert_tree(parents, tokens, sizes, prefixes, mode, prefix * B, out)
 
-        graph = _capture(call, None)
+        graph = capture(call, None)
         name = "no mask" if mode is None else mode.name
         if mode is TreeMaskMode.FULL_MASK:
             name += f", prefix {prefix}"
-        figures[name] = statistics.median(_event_times([graph.replay], 10.0))
+        figures[name] = statistics.median(event_times([graph.replay], 10.0))
     return figures
