@@ -171,8 +171,8 @@ def test_chunks_of_both_halves_are_cut_as_eager_cuts_them(cut, order):
 
 
 @pytest.mark.parametrize("order", FILTER_ORDERS)
-def test_a_short_list_is_cut_as_eager_cuts_it(order):
-    """The list's tokens tie at the cut; children are on it, at its end and behind it."""
+def test_ties_at_a_cut_are_cut_as_eager_cuts_them(order):
+    """Children are among the kept ties, at their end and behind it."""
     V, k = 2800, 40  # three chunks
     rng = np.random.default_rng(7)
     sizes = [200, 200, 200] + [60] * 9 + [25] * 14 + [24] * 30 + [8] * 10  # no one peak, so bounds do not do
@@ -192,6 +192,20 @@ def test_a_short_list_is_cut_as_eager_cuts_it(order):
             backend = TritonBackend()
             got = backend.verify_probs(*call[:3], 3, call[3])
             assert_alike(got, EagerBackend().verify_probs(*call[:3], 3, call[3]))
-            steps = zip(steps_of(backend), got.accept_token_num.tolist(), strict=False)
-            # One round to count what can be kept, one to pass it around.
-            assert [taken - accepted - 1 for taken, accepted in steps] == [2] * len(finals)
+
+
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+@pytest.mark.parametrize("cut", [Cuts(top_k=40), Cuts(top_p=0.9), Cuts(top_k=60, top_p=0.8, min_p=0.001)])
+def test_a_row_of_16_bits_is_searched_in_two_rounds(cut, order):
+    """One to count its units, one for what is above the cut and at it; epochs tell."""
+    V = 2800  # three chunks
+    rng = np.random.default_rng(7)
+    logits = torch.from_numpy(9 + 1.5 * rng.standard_normal((3, 2, V))).to(DEVICE, torch.bfloat16)
+    trees = to_verify_input([DraftTree((-1, 0), (0, 1))] * 3, 2, device=DEVICE)
+    coins = Coins(torch.full((3, 2), 0.9999, device=DEVICE), torch.tensor([0.1, 0.6, 0.97], device=DEVICE))
+    call = trees, logits, torch.ones(3, device=DEVICE), coins, 2, Filters.of([cut] * 3, V, order, DEVICE)
+    backend = TritonBackend()
+    got = backend.verify(*call)
+    assert got.accept_token_num.tolist() == [0, 0, 0]
+    assert_alike(got, EagerBackend().verify(*call))
+    assert steps_of(backend)[:3] == [3, 3, 3]

@@ -56,7 +56,11 @@ def time_among_others(
     Args:
         calls: as for :func:`event_times`; the graph holds all of them, as often as the number asks.
 
-        call_us: what one takes, about; a graph takes about ``measure_ms`` at most.
+        call_us: what one takes, about.
+
+        pool: as for :func:`capture`.
+
+        measure_ms: as for :func:`event_times`; what a graph takes at most, about.
     """
     wanted = max(1, min(_CALLS_IN_ONE_GRAPH, int(measure_ms * 1000 / max(call_us, 1.0))))
     repeats = math.ceil(wanted / len(calls))

@@ -12,11 +12,12 @@ the kept tokens are a few chunks' maxima and nothing else can be in between, or 
 what else is kept, as in a row that is sure of itself: :mod:`.listed_cuts`. Otherwise, here, all programs
 search together: the cut is the lowest unit ``t`` with fewer than k tokens, and less mass than top-p's share,
 above it. It lies between bounds that the words give (k chunks' maxima are k tokens; V tokens of small mass
-are not 1 - p of the row) and the row's maximum. In a round each chunk publishes how many tokens (six
-thresholds) or how much mass (three) it has above some units, and the interval shrinks. Where a count says
-that few tokens can be kept, these are passed around, which ends the search (:mod:`.short_lists`). All of it
-is decided in float64, on sums of float32 in a fixed order: exact on dyadic probabilities, the same for any
-number of programs.
+are not 1 - p of the row) and the row's maximum. In a round all programs count the tokens in 256 bins of that
+interval (:mod:`.unit_histograms`), and each chunk publishes what it has above the interval. A bin of one unit
+tells its tokens' mass, count times mass; of a wider one its edges bound it, and the interval shrinks. Rows of
+16 bits mostly have 256 units or fewer to look at: one round, and a last one for what is above the cut and at
+it. All of it is decided in float64, on integers and on sums of float32 in a fixed order: exact on dyadic
+probabilities, the same for any number of programs.
 
 Masses are relative to the row's maximum, or probabilities as they are.
 """
@@ -30,50 +31,27 @@ from treeconv.kernels.chunk_reductions import chunk_count, chunk_total
 from treeconv.kernels.cut_rests import searched_rest
 from treeconv.kernels.filter_units import mass_of, unit_of, value_of
 from treeconv.kernels.halves import before_each, greatest, least, summed
-from treeconv.kernels.published_words import all_words, as_float, place_of, publish
+from treeconv.kernels.published_words import all_words, as_float, fence, place_of, publish
 from treeconv.kernels.row_chunks import unordered
 from treeconv.kernels.row_values import read, whole
-from treeconv.kernels.short_lists import SHORT_LIST, cut_of_list, kth_unit, publish_list, ties_kept
 from treeconv.kernels.sibling_lists import without
+from treeconv.kernels.unit_histograms import (
+    BINS,
+    PER_LANE,
+    add_chunk,
+    bins_of,
+    clear,
+    cut_up,
+    edges,
+    histogram_of,
+    read_counts,
+)
 
 __all__ = ["find_cut"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 _LOW = tl.constexpr(-0x80000000)  # below every unit
-_COUNT = tl.constexpr(0)  # stages of a search: for top-k's cut,
-_FIRST_K = tl.constexpr(1)  # for the mass of the first k tokens,
-_WEIGH = tl.constexpr(2)  # for top-p's cut,
-_LAST = tl.constexpr(3)  # and for what is above the cut and at it;
-_LIST = tl.constexpr(4)  # or, after the first, for all of that at once, from a short list
-_DONE = tl.constexpr(5)
 _SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of a row's sums
-_BY_VALUE = tl.constexpr(4)  # rounds whose thresholds are even in logits, not in units, which crowd at zero
-_FEW = tl.constexpr(64)  # units
-
-
-@triton.jit
-def _even(low, high, which, count, turn, SHIFT: tl.constexpr, PROBS: tl.constexpr):
-    """One of ``count`` rising units in ``[low, high)``, or ``low`` if that is empty.
-
-    They cut the interval evenly, in value for the first turns of a search.
-    """
-    span = high.to(tl.int64) - low
-    unit = (low + (which + 1) * span // (count + 1)).to(tl.int32)
-    if not PROBS:
-        bottom = value_of(low, SHIFT).to(tl.float64)
-        height = value_of(high, SHIFT).to(tl.float64) - bottom
-        point = (bottom + height * ((which + 1) / (count + 1))).to(tl.float32)
-        by_value = tl.minimum(tl.maximum(unit_of(point, SHIFT), low), tl.maximum(high - 1, low))
-        unit = tl.where((turn < _BY_VALUE) & (span > _FEW), by_value, unit)
-    return unit
-
-
-@triton.jit
-def _around(low, high, pivot, top_unit, sixty_fourths):
-    """A unit in ``[low, high)``, or ``low``, so much of the way from ``pivot`` to the row's maximum."""
-    way = (top_unit.to(tl.int64) - pivot) * sixty_fourths
-    unit = tl.maximum(pivot + (way >> 6), low.to(tl.int64))
-    return tl.minimum(unit, tl.maximum(high - 1, low).to(tl.int64)).to(tl.int32)
 
 
 @triton.jit
@@ -85,87 +63,229 @@ def _chunk_unit(units, units2, chunk, TWO: tl.constexpr):
 
 
 @triton.jit
-def _counted_above(unit, low, high, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
-    """How many of a chunk's tokens are above each of two thresholds, in 16 bits each."""
-    above = tl.where(unit > low, 1, 0) + tl.where(unit > high, 1 << 16, 0)
-    return chunk_count(above, THREADS, VEC, PTX)
+def _kth_unit(units, units2, k, low, high, TWO: tl.constexpr):
+    """The highest unit in ``[low, high]`` at or above which k of the chunks' maxima are, or low."""
+    while low < high:
+        middle = (low + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
+        count = summed(tl.where(units >= middle, 1, 0), tl.where(units2 >= middle, 1, 0), TWO)
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count >= k, high, middle - 1)
+    return low
 
 
 @triton.jit
-def _publish_counts(
-    row, place, tag, rank, programs, V, units, units2, thresholds, chunks: tl.constexpr, CHUNK: tl.constexpr,
-    THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+def _guess(lowest, top, temperature, SHIFT: tl.constexpr, PROBS: tl.constexpr):
+    """A unit below the kth token's, probably, where k is more than the chunks; of their maxima the lowest."""
+    value = value_of(lowest, SHIFT).to(tl.float64)
+    if PROBS:
+        value = 0.125 * value
+    else:
+        further = tl.maximum((top - value) * 0.5, 2.0 * temperature.to(tl.float64))
+        value = tl.maximum(value - further, -3.4028234663852886e38)
+    return tl.minimum(unit_of(value.to(tl.float32), SHIFT), lowest)
+
+
+@triton.jit
+def _count_round(
+    row, words_ptr, step, tag, rank, programs, V, units, units2, binning, top_unit, top, before, after, rate,
+    chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
+    PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Publish how many tokens each chunk has above six rising thresholds, two counts a payload."""
+    """All programs count; returns the bins' counts, and how many tokens and how much mass are above them."""
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    t0, t1, t2, t3, t4, t5 = thresholds
+    TWO: tl.constexpr = chunks > 32
+    base, high, _, _, _ = binning
+    histogram_ptr = histogram_of(words_ptr, step)
+    place = place_of(words_ptr, step)
     for chunk in range(rank, chunks, programs):
-        n0 = tl.zeros([], tl.int32)
-        n1 = n0
-        n2 = n0
-        if _chunk_unit(units, units2, chunk, chunks > 32) > t0:
+        if _chunk_unit(units, units2, chunk, TWO) >= base:
             x = whole(row, chunk * CHUNK, V, NO_MASS, CHUNK, VEC)
-            unit = unit_of(x, SHIFT)
-            n0 = _counted_above(unit, t0, t1, THREADS, VEC, PTX)
-            n1 = _counted_above(unit, t2, t3, THREADS, VEC, PTX)
-            n2 = _counted_above(unit, t4, t5, THREADS, VEC, PTX)
-        publish(place, chunk, n0, n1, n2, tag, PTX)
+            add_chunk(histogram_ptr, bins_of(x, binning, SHIFT, PROBS), THREADS, PTX)
+    fence(PTX)
+    for chunk in range(rank, chunks, programs):
+        count = tl.zeros([], tl.int32)
+        mass = tl.zeros([], tl.float32)
+        if (high < top_unit) & (_chunk_unit(units, units2, chunk, TWO) > high):
+            x = whole(row, chunk * CHUNK, V, NO_MASS, CHUNK, VEC)
+            above = unit_of(x, SHIFT) > high
+            count = chunk_count(tl.where(above, 1, 0), THREADS, VEC, PTX)
+            each = mass_of(x, top, before, after, rate, PROBS, PTX)
+            mass = chunk_total(tl.where(above, each, 0.0), THREADS, VEC, PTX)
+        publish(place, chunk, count, mass, mass, tag, PTX)
+    count, mass, _, count2, mass2, _ = all_words(place, tag, chunks, PTX)
+    fence(PTX)
+    above_mass = summed(as_float(mass), as_float(mass2), TWO).to(tl.float64)
+    return read_counts(histogram_ptr, PTX), summed(count, count2, TWO), above_mass
 
 
 @triton.jit
-def _publish_masses(
-    row, place, tag, rank, programs, V, N, units, units2, thresholds, last, top, before, after, rate, tokens,
-    rest, left, sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+def _masses(
+    counts, binning, top, before, after, rate, BOUND: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The masses of bins of one unit; of wider ones their least (``BOUND`` is -1) or their most (1)."""
+    masses = ()
+    for place in tl.static_range(PER_LANE):
+        which = tl.arange(0, 32) * PER_LANE + place
+        unit = binning[1] - which
+        if BOUND != 0:
+            bottom, highest = edges(which, binning, SHIFT, PROBS)
+            unit = highest if BOUND > 0 else bottom
+        each = mass_of(value_of(unit, SHIFT), top, before, after, rate, PROBS, PTX).to(tl.float64)
+        masses += (counts[place] * (each * (1.0 + BOUND * _SLACK)),)
+    return masses
+
+
+@triton.jit
+def _total(values):
+    """A lane's bins added up."""
+    total = values[0]
+    for place in tl.static_range(1, PER_LANE):
+        total += values[place]
+    return total
+
+
+@triton.jit
+def _lighter(masses, mass_above, goal):
+    """Above how many bins is less mass than ``goal``: so many, from the top."""
+    mass = _total(masses)
+    mass = tl.cumsum(mass, 0) - mass + mass_above
+    lighter = tl.zeros([32], tl.int32)
+    for place in tl.static_range(PER_LANE):
+        lighter += tl.where(mass < goal, 1, 0)
+        mass += masses[place]
+    return tl.sum(lighter, 0)
+
+
+@triton.jit
+def _kth_bin(counts, count_above, k):
+    """The bin of the kth token, or how many bins there are."""
+    count = _total(counts)
+    count = tl.cumsum(count, 0) - count + count_above
+    before = tl.zeros([32], tl.int32)
+    for place in tl.static_range(PER_LANE):
+        count += counts[place]
+        before += tl.where(count < k, 1, 0)
+    return tl.sum(before, 0)
+
+
+@triton.jit
+def _mass_of_first(counts, masses, count_above, mass_above, bin_k, k):
+    """The mass of the first k tokens, the kth in ``bin_k``, where bins are single units."""
+    count = tl.zeros([32], tl.int32)
+    mass = tl.zeros([32], tl.float64)
+    here = count
+    mass_here = mass
+    for place in tl.static_range(PER_LANE):
+        which = tl.arange(0, 32) * PER_LANE + place
+        count += tl.where(which < bin_k, counts[place], 0)
+        mass += tl.where(which < bin_k, masses[place], 0.0)
+        here += tl.where(which == bin_k, counts[place], 0)
+        mass_here += tl.where(which == bin_k, masses[place], 0.0)
+    ties = tl.sum(here, 0)
+    first = tl.minimum(ties, k - count_above - tl.sum(count, 0))
+    each = tl.sum(mass_here, 0) / tl.maximum(ties, 1)  # exact: it was multiplied by a small integer
+    return mass_above + tl.sum(mass, 0) + first * each
+
+
+@triton.jit
+def _narrowed(
+    counts, count_above, mass_above, binning, low, top_unit, top_k, limited, top_p, waits, goal, floor, top,
+    before, after, rate, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The interval where the cut is, after a round, from the one before it, ``[low, high]``.
+
+    The bins may begin above ``low``. ``limited``: top-k is among what decides. ``waits``: top-p's goal is a
+    share of the first k's mass, which must be known first, and until it is the interval is the kth token's.
+    Returns the interval, ``limited``, ``waits`` and the goal.
+    """
+    base, high, bits, scale, _ = binning
+    single = (bits == 0) & (scale == 0.0)
+    low_k = low
+    high_k = low
+    bin_k = 0
+    if limited:  # the kth token's bin, or below all of them
+        bin_k = _kth_bin(counts, count_above, top_k)
+        if bin_k < BINS:
+            low_k, high_k = edges(bin_k, binning, SHIFT, PROBS)
+        else:
+            high_k = tl.maximum(base - 1, low)
+    low_p = low
+    high_p = low
+    if top_p < 1.0:
+        lighter = 0  # above so many bins there is, or may be, less mass than the goal
+        lightest = 0
+        light_all = 0.0 * goal
+        heavy_all = light_all
+        if single:
+            masses = _masses(counts, binning, top, before, after, rate, 0, SHIFT, PROBS, PTX)
+            if waits & ((bin_k < BINS) | (base == low)):
+                mass = _mass_of_first(counts, masses, count_above, mass_above, bin_k, top_k)
+                goal = top_p.to(tl.float64) * mass
+                low_k = tl.maximum(low_k, floor)
+                high_k = low_k
+                waits = False
+                limited = False
+            lighter = _lighter(masses, mass_above, goal)
+            lightest = lighter
+            if lighter == BINS:
+                light_all = tl.sum(_total(masses), 0) + mass_above
+                heavy_all = light_all
+        elif not waits:
+            masses = _masses(counts, binning, top, before, after, rate, -1, SHIFT, PROBS, PTX)
+            lighter = _lighter(masses, mass_above, goal)
+            light_all = tl.sum(_total(masses), 0) + mass_above
+            masses = _masses(counts, binning, top, before, after, rate, 1, SHIFT, PROBS, PTX)
+            lightest = _lighter(masses, mass_above, goal)
+            heavy_all = tl.sum(_total(masses), 0) + mass_above
+        if not waits:
+            if lighter == 0:  # above all of them: the first k's goal was not known yet
+                low_p = high + 1
+                high_p = top_unit
+            else:  # the lowest bin that may have the cut; it is not above the highest of the other
+                low_p = edges(lighter - 1, binning, SHIFT, PROBS)[0]
+                high_p = edges(tl.maximum(lightest - 1, 0), binning, SHIFT, PROBS)[1]
+                beneath = (lighter == BINS) & (light_all < goal)
+                low_p = tl.where(beneath, low, low_p)
+                high_p = tl.where(beneath & (base > low) & (heavy_all < goal), base - 1, high_p)
+    return tl.maximum(low_k, low_p), tl.maximum(high_k, high_p), limited, waits, goal
+
+
+@triton.jit
+def _publish_cut(
+    row, place, tag, rank, programs, V, N, units, units2, cut, top, before, after, rate, tokens, rest, left,
+    sibling_ptr, candidates_ptr, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
     VEC: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Publish how much mass each chunk has above three rising thresholds.
-
-    If ``last``, above the first, the same without the children, and tokens above beside those at it.
-    """
+    """Publish each chunk's mass above the cut, the same without the children, and who is above and at it."""
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
-    t0, t1, t2 = thresholds
     for chunk in range(rank, chunks, programs):
-        m0 = tl.zeros([], tl.float32)
-        m1 = m0
-        m2 = m0
+        mass = tl.zeros([], tl.float32)
+        others = mass
         count = tl.zeros([], tl.int32)
         start = chunk * CHUNK
-        if _chunk_unit(units, units2, chunk, chunks > 32) >= t0:
+        if _chunk_unit(units, units2, chunk, chunks > 32) >= cut:
             x = whole(row, start, V, NO_MASS, CHUNK, VEC)
             unit = unit_of(x, SHIFT)
-            mass = mass_of(x, top, before, after, rate, PROBS, PTX)
-            above = tl.where(unit > t0, mass, 0.0)
-            m0 = chunk_total(above, THREADS, VEC, PTX)
-            if last:
-                counted = tl.where(unit > t0, 1, tl.where(unit == t0, 1 << 16, 0))
-                count = chunk_count(counted, THREADS, VEC, PTX)
-                above, _ = without(
-                    above, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
-                )
-                m1 = chunk_total(above, THREADS, VEC, PTX)
-            else:
-                m1 = chunk_total(tl.where(unit > t1, mass, 0.0), THREADS, VEC, PTX)
-                m2 = chunk_total(tl.where(unit > t2, mass, 0.0), THREADS, VEC, PTX)
-        publish(place, chunk, m0, m1, tl.where(last, count, m2.to(tl.int32, bitcast=True)), tag, PTX)
+            above = tl.where(unit > cut, mass_of(x, top, before, after, rate, PROBS, PTX), 0.0)
+            mass = chunk_total(above, THREADS, VEC, PTX)
+            counted = tl.where(unit > cut, 1, tl.where(unit == cut, 1 << 16, 0))
+            count = chunk_count(counted, THREADS, VEC, PTX)
+            above, _ = without(
+                above, start, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, PTX
+            )
+            others = chunk_total(above, THREADS, VEC, PTX)
+        publish(place, chunk, mass, others, count, tag, PTX)
 
 
 @triton.jit
-def _narrowed(low, high, threshold, holds):
-    """The interval of the lowest unit for which something holds, after one threshold."""
-    high = tl.where(holds, tl.minimum(high, threshold), high)
-    return tl.where(holds, low, tl.maximum(low, threshold + 1)), high
-
-
-@triton.jit
-def _counted(low, high, counts, counts2, threshold, above, above2, k, TWO: tl.constexpr):
-    """The interval of the kth token's unit, and the counts at or above its low end, after one threshold's."""
-    count = summed(above, above2, TWO)
-    # Below the low end only that all there can be are counted, be they k or not.
-    raised = ((count >= k) & (threshold >= low)) | (threshold == low - 1)
-    counts = tl.where(raised, above, counts)
-    counts2 = tl.where(raised, above2, counts2)
-    low, high = _narrowed(low, high, threshold, count < k)
-    return low, high, counts, counts2
+def _ties_kept(ties, above, above_mass, each, goal, top_k, top_p):
+    """How many of the tokens at a cut are kept, ``each`` of that mass: at least one, if there is any."""
+    kept = tl.minimum(ties, top_k - above)
+    if (top_p < 1.0) & (each > 0.0):  # a tie is kept if less than the goal is before it
+        room = tl.maximum(tl.ceil((goal - above_mass) / each), 1.0)
+        kept = tl.minimum(kept.to(tl.float64), room).to(tl.int32)
+    return kept
 
 
 @triton.jit
@@ -195,175 +315,87 @@ def find_cut(
     lane = tl.arange(0, 32)
     top = unordered(top_key)
     top_unit = top_key >> SHIFT
-    share = top_p.to(tl.float64)
     limited = top_k < V
-    cut = top_unit
-    cut_id = _BIG
-    kept = tl.zeros([], tl.float64)
-    left_sum = tl.zeros([], tl.float32)
-    chunk = 0
-    base = left_sum
-    counts = tl.full([32], SHORT_LIST, tl.int32)  # per chunk, tokens at or above low: not known yet
-    counts2 = counts
-    depth = tl.full([], 1, tl.int32)  # the lowest unit of any mass
+    waits = False
+    low = tl.full([], 1, tl.int32)  # the lowest unit of any mass
     if not PROBS:  # beyond 88 temperatures below the maximum a mass is zero
-        depth = unit_of(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
-    tail = depth
-    if not PROBS:
-        if top_p < 1.0:  # all V tokens at this mass would not be what top-p leaves out of a row
-            mass = (1.0 - share) * row_sum.to(tl.float64) * (1.0 - _SLACK) / V
-            height = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(mass)
-            lowest = tl.maximum(height, -3.4028234663852886e38).to(tl.float32)
-            tail = tl.maximum(depth, unit_of(lowest, SHIFT) - 1)
-    low = tl.maximum(floor, depth)
+        low = unit_of(tl.maximum(top - 88.0 * temperature, -3.4028234663852886e38), SHIFT)
+    if not JOINT:  # top-p's share is of the first k, whatever min-p leaves of them
+        waits = limited & (top_p < 1.0)
+    if not waits:
+        low = tl.maximum(low, floor)
+        if not PROBS:
+            if top_p < 1.0:  # all V tokens at this mass would not be what top-p leaves out of a row
+                mass = (1.0 - top_p) * row_sum * (1.0 - _SLACK) / V
+                height = top.to(tl.float64) + temperature.to(tl.float64) * tl.log(mass)
+                lowest = tl.maximum(height, -3.4028234663852886e38).to(tl.float32)
+                low = tl.maximum(low, unit_of(lowest, SHIFT) - 1)
+    low = tl.minimum(low, top_unit)
     high = top_unit
-    pivot = high
-    tight = True
-    turn = 0
-    stage = _LAST
-    if top_p < 1.0:
-        stage = _WEIGH
+    base = low  # where the first round begins to count
+    if (not limited) & (top_p >= 1.0):
+        high = low  # min-p's
     if limited:
-        stage = _COUNT
-        if not JOINT:  # top-p's share is of the first k, whatever min-p leaves of them
-            low = tl.where(top_p < 1.0, depth, low)
-        tight = top_k <= chunks
-        if tight:
-            pivot = kth_unit(units, units2, top_k, low, high, TWO)
-            low = pivot
-        else:
+        if top_k <= chunks:
+            low = _kth_unit(units, units2, top_k, low, high, TWO)
+            base = low
+        elif high.to(tl.int64) - low >= BINS:
             inside = tl.where(lane < chunks, units, top_unit)
             inside2 = tl.where(lane + 32 < chunks, units2, top_unit)
-            pivot = tl.maximum(least(inside, inside2, TWO), low)
-    else:
-        low = tl.maximum(low, tail)
-    while stage != _DONE:
-        if (stage == _COUNT) & (low >= high):
-            if top_p < 1.0:
-                high = top_unit
-                stage = _WEIGH if JOINT else _FIRST_K
-                if JOINT:
-                    low = tl.maximum(low, tl.minimum(tail, high))
-            else:
-                stage = _LAST
-        if (stage == _WEIGH) & (low >= high):
-            stage = _LAST
+            base = tl.maximum(low, _guess(least(inside, inside2, TWO), top, temperature, SHIFT, PROBS))
+    counted = 0  # whether the last step counted
+    while (low < high) | (waits & (high < top_unit)):  # or only the first k's mass is not known
         step += 1
-        tag = epoch + step
-        place = place_of(words_ptr, step)
-        if stage == _COUNT:
-            if turn == 0:  # all there can be; then ever further above a bound, on both sides where it is none
-                t0 = tl.where(low > depth, low - 1, _around(low, high, pivot, top_unit, -64))
-                t1 = _around(low, high, pivot, top_unit, tl.where(tight, 2, -16))
-                t2 = _around(low, high, pivot, top_unit, tl.where(tight, 4, -4))
-                t3 = _around(low, high, pivot, top_unit, tl.where(tight, 8, 4))
-                t4 = _around(low, high, pivot, top_unit, 16)
-                t5 = _around(low, high, pivot, top_unit, 32)
-            else:
-                t0 = _even(low, high, 0, 6, turn, SHIFT, PROBS)
-                t1 = _even(low, high, 1, 6, turn, SHIFT, PROBS)
-                t2 = _even(low, high, 2, 6, turn, SHIFT, PROBS)
-                t3 = _even(low, high, 3, 6, turn, SHIFT, PROBS)
-                t4 = _even(low, high, 4, 6, turn, SHIFT, PROBS)
-                t5 = _even(low, high, 5, 6, turn, SHIFT, PROBS)
-            _publish_counts(
-                row, place, tag, rank, programs, V, units, units2, (t0, t1, t2, t3, t4, t5), chunks, CHUNK,
-                THREADS, VEC, SHIFT, PROBS, PTX,
-            )  # fmt: skip
-            first, second, third, first2, second2, third2 = all_words(place, tag, chunks, PTX)
-            low, high, counts, counts2 = _counted(
-                low, high, counts, counts2, t0, first & 0xFFFF, first2 & 0xFFFF, top_k, TWO
-            )
-            low, high, counts, counts2 = _counted(
-                low, high, counts, counts2, t1, first >> 16, first2 >> 16, top_k, TWO
-            )
-            low, high, counts, counts2 = _counted(
-                low, high, counts, counts2, t2, second & 0xFFFF, second2 & 0xFFFF, top_k, TWO
-            )
-            low, high, counts, counts2 = _counted(
-                low, high, counts, counts2, t3, second >> 16, second2 >> 16, top_k, TWO
-            )
-            low, high, counts, counts2 = _counted(
-                low, high, counts, counts2, t4, third & 0xFFFF, third2 & 0xFFFF, top_k, TWO
-            )
-            low, high, counts, counts2 = _counted(
-                low, high, counts, counts2, t5, third >> 16, third2 >> 16, top_k, TWO
-            )
-            high = tl.maximum(high, low)  # if not even all there can be are k
-            turn += 1
-            if summed(counts, counts2, TWO) <= SHORT_LIST:
-                stage = _LIST
-        elif stage == _LIST:
-            publish_list(
-                row, place, tag, rank, programs, V, low, counts, counts2, chunks, CHUNK, THREADS, VEC, SHIFT,
-                PROBS, PTX,
-            )  # fmt: skip
-            cut, cut_id, kept, left_sum, chunk, base = cut_of_list(
-                row, place, tag, summed(counts, counts2, TWO), V, N, top_k, top_p, goal, low, floor, top_unit,
-                tested, coin, top, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr,
-                chunks, CHUNK, SHIFT, JOINT, PROBS, PTX,
-            )  # fmt: skip
-            stage = _DONE
-        else:
-            t0 = low
-            t1 = low
-            t2 = low
-            if stage == _WEIGH:
-                t0 = _even(low, high, 0, 3, turn, SHIFT, PROBS)
-                t1 = _even(low, high, 1, 3, turn, SHIFT, PROBS)
-                t2 = _even(low, high, 2, 3, turn, SHIFT, PROBS)
-            _publish_masses(
-                row, place, tag, rank, programs, V, N, units, units2, (t0, t1, t2), stage != _WEIGH, top,
-                before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS,
-                VEC, SHIFT, PROBS, PTX,
-            )  # fmt: skip
-            first, second, third, first2, second2, third2 = all_words(place, tag, chunks, PTX)
-            above = as_float(first)
-            above2 = as_float(first2)
-            mass_above = summed(above, above2, TWO).to(tl.float64)
-            above_rest = as_float(second)
-            above_rest2 = as_float(second2)
-            if stage == _WEIGH:
-                low, high = _narrowed(low, high, t0, mass_above < goal)
-                mass = summed(above_rest, above_rest2, TWO)
-                low, high = _narrowed(low, high, t1, mass.to(tl.float64) < goal)
-                mass = summed(as_float(third), as_float(third2), TWO)
-                low, high = _narrowed(low, high, t2, mass.to(tl.float64) < goal)
-                low = tl.minimum(low, high)  # if rounding orders two sums the other way
-                turn += 1
-            else:
-                ties = third >> 16
-                ties2 = third2 >> 16
-                all_ties = summed(ties, ties2, TWO)
-                each = mass_of(value_of(low, SHIFT), top, before, after, rate, PROBS, PTX).to(tl.float64)
-                count = summed(third & 0xFFFF, third2 & 0xFFFF, TWO)
-                if stage == _FIRST_K:
-                    first_k = tl.minimum(all_ties, top_k - count).to(tl.float64)
-                    goal = share * (mass_above + first_k * each)
-                    low = tl.maximum(low, floor)
-                    stage = _WEIGH
-                    turn = 0
-                else:
-                    cut = low
-                    cut_ties = ties_kept(all_ties, count, mass_above, each, goal, top_k, top_p)
-                    kept = mass_above + cut_ties.to(tl.float64) * each
-                    if cut_ties < all_ties:
-                        earlier, earlier2 = before_each(ties, ties2)
-                        there = greatest(
-                            tl.where(earlier < cut_ties, lane, 0),
-                            tl.where(earlier2 < cut_ties, lane + 32, 0),
-                            TWO,
-                        )
-                        nth = cut_ties - summed(
-                            tl.where(lane == there, earlier, 0),
-                            tl.where(lane + 32 == there, earlier2, 0),
-                            TWO,
-                        )
-                        cut_id = _nth_tie(row, there, cut, nth, V, CHUNK, SHIFT)
-                    left_sum, chunk, base = searched_rest(
-                        row, above, above2, above_rest, above_rest2, ties, ties2, cut, cut_ties, cut_id,
-                        tested, coin, top, before, after, rate, tokens, rest, left, sibling_ptr,
-                        candidates_ptr, N, V, CHUNK, SHIFT, PROBS, TWO, PTX,
-                    )  # fmt: skip
-                    stage = _DONE
-    return cut, cut_id, kept.to(tl.float32), left_sum, chunk, base, step
+        binning = cut_up(base, high, SHIFT, PROBS)
+        counts, count_above, mass_above = _count_round(
+            row, words_ptr, step, epoch + step, rank, programs, V, units, units2, binning, top_unit, top,
+            before, after, rate, chunks, CHUNK, THREADS, VEC, SHIFT, PROBS, PTX,
+        )  # fmt: skip
+        if (counted == 1) & (rank == 0):
+            clear(histogram_of(words_ptr, step - 1))
+        counted = 1
+        low, high, limited, waits, goal = _narrowed(
+            counts, count_above, mass_above, binning, low, top_unit, top_k, limited, top_p, waits, goal,
+            floor, top, before, after, rate, SHIFT, PROBS, PTX,
+        )  # fmt: skip
+        base = low
+
+    step += 1
+    cut = low
+    place = place_of(words_ptr, step)
+    _publish_cut(
+        row, place, epoch + step, rank, programs, V, N, units, units2, cut, top, before, after, rate, tokens,
+        rest, left, sibling_ptr, candidates_ptr, chunks, CHUNK, THREADS, VEC, SHIFT, PROBS, PTX,
+    )  # fmt: skip
+    first, second, third, first2, second2, third2 = all_words(place, epoch + step, chunks, PTX)
+    if (counted == 1) & (rank == 0):
+        clear(histogram_of(words_ptr, step - 1))
+        fence(PTX)
+    above = as_float(first)
+    above2 = as_float(first2)
+    mass_above = summed(above, above2, TWO).to(tl.float64)
+    ties = third >> 16
+    ties2 = third2 >> 16
+    all_ties = summed(ties, ties2, TWO)
+    each = mass_of(value_of(cut, SHIFT), top, before, after, rate, PROBS, PTX).to(tl.float64)
+    count = summed(third & 0xFFFF, third2 & 0xFFFF, TWO)
+    if waits:  # the first k's mass, where all of them are at the maximum
+        goal = top_p.to(tl.float64) * (mass_above + tl.minimum(all_ties, top_k - count).to(tl.float64) * each)
+    cut_ties = _ties_kept(all_ties, count, mass_above, each, goal, top_k, top_p)
+    kept = mass_above + cut_ties.to(tl.float64) * each
+    cut_id = _BIG
+    if cut_ties < all_ties:
+        earlier, earlier2 = before_each(ties, ties2)
+        there = greatest(
+            tl.where(earlier < cut_ties, lane, 0), tl.where(earlier2 < cut_ties, lane + 32, 0), TWO
+        )
+        nth = cut_ties - summed(
+            tl.where(lane == there, earlier, 0), tl.where(lane + 32 == there, earlier2, 0), TWO
+        )
+        cut_id = _nth_tie(row, there, cut, nth, V, CHUNK, SHIFT)
+    left_sum, chunk, base_mass = searched_rest(
+        row, above, above2, as_float(second), as_float(second2), ties, ties2, cut, cut_ties, cut_id, tested,
+        coin, top, before, after, rate, tokens, rest, left, sibling_ptr, candidates_ptr, N, V, CHUNK, SHIFT,
+        PROBS, TWO, PTX,
+    )  # fmt: skip
+    return cut, cut_id, kept.to(tl.float32), left_sum, chunk, base_mass, step

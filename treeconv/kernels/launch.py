@@ -74,13 +74,15 @@ def programs_per_request(B: int, V: int, multiprocessors: int, shared_memory: in
 
 
 class Workspace:
-    """Scratch for one stream of launches on one device; 3.2 MB, whatever N and V.
+    """Scratch for one stream of launches on one device; 5.2 MB, whatever N and V.
 
-    Holds the published chunk triples and the epochs. Launches that use it must not overlap in time.
+    Holds what programs publish, the histograms and the epochs. Launches that use it must not overlap in time.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         # A word's place belongs to one request, whatever the shapes of a call: tags count per request, so a
         # place shared between requests could hold another's word under the very tag that is waited for.
-        self.words = torch.full((MAX_BATCH, 2, 3 * MAX_CHUNKS), -1, dtype=torch.int64, device=device)
+        # Two places, -1 no tag; three histograms of 256 int32, zero.
+        self.words = torch.full((MAX_BATCH, 5, 2 * MAX_CHUNKS), -1, dtype=torch.int64, device=device)
+        self.words[:, 2:] = 0
         self.epochs = torch.zeros(MAX_BATCH, dtype=torch.int32, device=device)

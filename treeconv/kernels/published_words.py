@@ -1,9 +1,9 @@
 """How the programs of a request tell each other what they summed: *Co-operation* in :mod:`.verify_tree`.
 
-Device functions only. A *place* is ``[192]`` int64. It holds a word of 128 bits for each of at most 64
+Device functions only. A *place* is ``[128]`` int64. It holds a word of 128 bits for each of at most 64
 chunks: three payloads of 32 bits (of a row its maximum as an ordered key, its sum, and its sum without the
-children) and a tag; behind them 64 ids of a short list, each over a tag. Words are read as two halves of a
-warp's 32 lanes, so that no reduction over them leaves a warp.
+children) and a tag. Words are read as two halves of a warp's 32 lanes, so that no reduction over them leaves
+a warp.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "OWN",
+    "PLACE",
     "all_words",
     "as_float",
+    "fence",
     "keys_of",
-    "list_of",
     "masses_of",
     "place_of",
     "publish",
-    "word",
 ]
 
 
+PLACE = tl.constexpr(128)  # int64, of a place
+OWN = tl.constexpr(5 * 128)  # of a request: two places, and three histograms (:mod:`.unit_histograms`)
+
+
 @triton.jit
-def word(high, low):
+def _word(high, low):
     """Two times 32 bits."""
     return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
@@ -57,8 +62,8 @@ def publish(place_ptr, chunk, first, second, third, tag, PTX: tl.constexpr):
             pack=1,
         )
     else:
-        tl.store(place_ptr + 2 * chunk, word(second, first))
-        tl.store(place_ptr + 2 * chunk + 1, word(tag, third))
+        tl.store(place_ptr + 2 * chunk, _word(second, first))
+        tl.store(place_ptr + 2 * chunk + 1, _word(tag, third))
 
 
 @triton.jit
@@ -163,13 +168,22 @@ def masses_of(sums, weight):
 @triton.jit
 def place_of(words_ptr, step):
     """Where a step's words are, in a request's two places."""
-    return words_ptr + (step & 1) * 192
+    return words_ptr + (step & 1) * PLACE
 
 
 @triton.jit
-def list_of(place_ptr):
-    """Where a place's short list is."""
-    return place_ptr + 128
+def fence(PTX: tl.constexpr):
+    """Between what this program stored or added and what it publishes; or what it saw and what it reads."""
+    tl.debug_barrier()
+    if PTX:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.u32 $0, 0;",
+            "=r,r",
+            [tl.zeros([], tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

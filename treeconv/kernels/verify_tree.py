@@ -53,7 +53,7 @@ from treeconv.kernels.chunk_triples import EMPTY_KEY, INF_KEY, NAN_KEY, chunk_tr
 from treeconv.kernels.filter_units import unit_shift
 from treeconv.kernels.filtered_rows import decide
 from treeconv.kernels.halves import drawn, greatest
-from treeconv.kernels.published_words import all_words, keys_of, masses_of, place_of, publish
+from treeconv.kernels.published_words import OWN, all_words, keys_of, masses_of, place_of, publish
 from treeconv.kernels.row_chunks import (
     chunk_weight,
     opaque,
@@ -91,7 +91,7 @@ def _verify_tree_kernel(
     accept_num_ptr,  # [B] int32, out
     predicts_ptr,  # [B * N] int32, out
     status_ptr,  # [B] int32, out
-    words_ptr,  # [MAX_BATCH, 2, 192] int64, scratch
+    words_ptr,  # [MAX_BATCH, 640] int64, scratch
     epochs_ptr,  # [MAX_BATCH] int32, scratch
     N,  # slots per tree
     V,  # vocabulary
@@ -187,7 +187,7 @@ def _verify_tree_kernel(
         row = (rows_ptr + node.to(tl.int64) * stride_n, bias_ptr, mask_ptr)
         if mask_ptr is not None:
             row = (row[0], bias_ptr, mask_ptr + node.to(tl.int64) * mask_stride_n)
-        place = place_of(words_ptr + 384 * b, step)
+        place = place_of(words_ptr + OWN * b, step)
         nodes, tokens, rest, left = first_siblings(
             tree, child_ptr, sibling_ptr, candidates_ptr, node, N, V, SLOTS, PTX
         )
@@ -250,7 +250,7 @@ def _verify_tree_kernel(
                 min_p = tl.load(min_p_ptr + b)
                 hit, last, filtered_sum, cut_chunk, cut_base, cut, cut_id, step = decide(
                     first_child(tree, child_ptr, node, N, SLOTS, PTX), child_x, nodes, tokens, rest, left,
-                    coin, final, used < cap, row, row_sum, tops, sums, tops2, sums2, words_ptr + 384 * b,
+                    coin, final, used < cap, row, row_sum, tops, sums, tops2, sums2, words_ptr + OWN * b,
                     epoch, step, rank, programs, filtered, top_k, top_p, min_p, greedy, bonus, temperature,
                     top_key, before, after, rate, limit, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK,
                     THREADS, VEC, SHIFT, FILTERS, PROBS, PTX,
