@@ -93,6 +93,11 @@ def steps_of(backend):
     return workspace.epochs.tolist()
 
 
+def beside(share):
+    """A float32 between its neighbours."""
+    return np.nextafter(share, np.float32(0)), share, np.nextafter(share, np.float32(2))
+
+
 def one_row(V, masses, child, coin, final, cuts, order):
     """A root with one child, over one row of dyadic masses in 2^-12; the child's row is one token."""
     B = len(cuts)
@@ -192,6 +197,31 @@ def test_ties_at_a_cut_are_cut_as_eager_cuts_them(order):
             backend = TritonBackend()
             got = backend.verify_probs(*call[:3], 3, call[3])
             assert_alike(got, EagerBackend().verify_probs(*call[:3], 3, call[3]))
+
+
+@pytest.mark.parametrize("top_k", [None, 22])
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_a_searched_cut_is_exact_at_every_boundary_of_top_p(order, top_k):
+    """Tokens fall with their ids, so that the last coin emits the last that is kept."""
+    V = 1500  # two chunks
+    sizes = np.array([100] * 12 + [88] * 8 + [72] * 4 + [25] * 50 + [12] * 20 + [9] * 6 + [1] * 360)
+    assert sizes[:22].sum() == 2048  # so that shares of theirs are dyadic, too
+    assert sizes.sum() == 2**12
+    ids = np.arange(len(sizes)) * 3  # in both chunks
+    held = 2048 if top_k and order == "sequential" else 2**12
+    ends = np.cumsum(sizes)[[12, 20] if INTERPRETED else [2, 12, 13, 19, 20, 21, 22]]
+    shares = np.float32([near for end in ends for near in beside(np.float32(end / held))])
+    cuts = [Cuts(top_k=top_k, top_p=float(share)) for share in shares if share < 1]
+    coins = np.full(len(cuts), np.float32(1 - 2**-13))
+    call = one_row(V, dict(zip(ids.tolist(), sizes.tolist(), strict=True)), 7, coins, coins, cuts, order)
+    backend = TritonBackend()
+    got = backend.verify_probs(*call[:3], 3, call[3])
+    before = np.cumsum(sizes) - sizes
+    for request, cut in enumerate(cuts):
+        kept = before < float(cut.top_p) * held
+        kept[top_k:] = kept[top_k:] & (top_k is None)
+        assert int(got.predicts[2 * request]) == ids[kept][-1], cut
+    assert all(steps > 2 for steps in steps_of(backend)[: len(cuts)]), "searched"
 
 
 @pytest.mark.parametrize("order", FILTER_ORDERS)
