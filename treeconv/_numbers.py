@@ -1,4 +1,4 @@
-"""What counts as one number, where an argument is one: neither text nor a truth value, whatever float() says."""
+"""What counts as one number, where an argument is one: no text and no truth value, whatever float() says."""
 
 from __future__ import annotations
 
