@@ -19,7 +19,8 @@ def as_number(value: Any) -> float:
     is_scalar = hasattr(value, "tolist") and getattr(value, "ndim", None) == 0
     if is_scalar and getattr(getattr(value, "device", None), "type", "cpu") == "cpu":  # else it would wait
         value = value.tolist()
-    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
+    is_real = isinstance(value, (Real, Decimal)) and not isinstance(value, bool)
+    if not is_real:
         return math.nan
     try:
         return float(value)
