@@ -252,7 +252,7 @@ def _seeded(
 
 
 def _plain(request: Request, *, processed: bool) -> Request:
-    """Its rows alone, processed or raw (NaN and +inf without mass), as those of a request without processors."""
+    """Its rows alone, processed or raw (NaN, +inf without mass), as those of a request without processors."""
     held, rows = request.processors, request.rows
     if processed:
         mask = held.token_bitmask
