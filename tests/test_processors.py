@@ -31,7 +31,7 @@ from treeconv.corpus import CorpusEntry, load_entry, save_entry
 from treeconv.judge import target_rows
 from treeconv.laws import law_named, why_not
 from treeconv.oracle._processors import ProcessedLogits, processed_alternatives
-from treeconv.processors import PROCESSORS, Processors, RequestProcessors, pack_bitmask
+from treeconv.processors import PENALTIES, PROCESSORS, Processors, RequestProcessors, pack_bitmask
 from treeconv.replay import replay_entry
 from treeconv.sampling import processed_logits
 from treeconv.shrink import shrink
@@ -85,6 +85,49 @@ def request(processors, tree=CHAIN, rows=None, temperature=1.0):
             {"presence_penalty": 1, "committed_tokens": torch.zeros(2, 3).long()},
             r"committed_tokens.shape=\(2, 3\)",
         ),
+        (
+            {"logit_bias": np.ones((1, 40)) * 1j},
+            "logit_bias.dtype=torch.complex128, but must be real numbers",
+        ),
+        ({"logit_bias": [[1e300] * 40]}, r"logit_bias holds 1e\+300, but must hold what float32 can"),
+        (
+            {"logit_bias": np.full((1, 40), -1e39)},
+            r"logit_bias holds -1e\+39, but must hold what float32 can",
+        ),
+        ({"logit_bias": [[10**400] * 40]}, "logit_bias=list, but must be an array"),
+        ({"logit_bias": torch.zeros(1, 40).to_sparse()}, "logit_bias.layout=torch.sparse_coo, but must be"),
+        *(
+            ({name: value}, f"{name}={value!r}, but must be a finite float32")
+            for name in PENALTIES
+            for value in ("1.5", b"2", True)
+        ),
+        ({"presence_penalty": [False]}, "presence_penalty=False, but must be a finite float32"),
+        ({"presence_penalty": np.array(["1"])}, "presence_penalty='1', but must be a finite float32"),
+        *(
+            ({"committed_tokens": value, **on}, message)
+            for on in ({}, {"presence_penalty": 1})  # nothing is on: looked at all the same
+            for value, message in (
+                ([["a"]], "committed_tokens holds 'a', but must hold integers"),
+                ([[float("nan")]], "committed_tokens holds nan, but must hold integers"),
+                ([[float("inf")]], "committed_tokens holds inf, but must hold integers"),
+                ([[2**63]], "committed_tokens holds 9223372036854775808, but must hold token ids below"),
+                ([[1.5]], "committed_tokens holds 1.5, but must hold integers"),
+                ([[True]], "committed_tokens holds True, but must hold integers"),
+                ([[np.True_]], "committed_tokens holds .*True_?, but must hold integers"),
+                ([None], r"committed_tokens=\[None\], but must be 1 lists"),
+                (["12"], r"committed_tokens=\['12'\], but must be 1 lists"),
+                ([b"12"], r"committed_tokens=\[b'12'\], but must be 1 lists"),
+                ("7", "committed_tokens='7', but must be 1 lists"),
+                ("garbage!", "committed_tokens='garbage!', but must be 1 lists"),
+                (7, "committed_tokens=7, but must be 1 lists"),
+                (
+                    torch.tensor([[-7]]),
+                    "committed_tokens holds -7, but must hold token ids >= 0, or -1 in pad",
+                ),
+                (np.array([[1.5]]), "committed_tokens.dtype=torch.float64, but must be torch.int64"),
+                (torch.tensor([1]), r"committed_tokens.shape=\(1,\), but must be \(1, 'L'\)"),
+            )
+        ),
     ],
 )
 def test_refusals(given, message):
@@ -101,13 +144,43 @@ def test_refusals(given, message):
             r"token_bitmask.shape=\(2, 1\), but must be \(3, 1\)",
         ),
         ({"token_bitmask": np.zeros((3, 1))}, "token_bitmask.dtype=float64, but must be int32"),
-        ({"committed_tokens": (1, -2)}, r"committed_tokens=\(1, -2\), but must be token ids >= 0"),
+        ({"committed_tokens": (1, -2)}, "committed_tokens holds -2, but must hold token ids >= 0"),
+        ({"committed_tokens": (1.5,)}, "committed_tokens holds 1.5, but must hold integers"),
+        ({"committed_tokens": "12"}, "committed_tokens='12', but must be a list of token ids"),
+        ({"committed_tokens": 12}, "committed_tokens=12, but must be a list of token ids"),
+        (
+            {"committed_tokens": (2**63,)},
+            r"committed_tokens holds 9223372036854775808, but must hold token ids",
+        ),
+        ({"logit_bias": np.ones(5) * 1j}, "logit_bias.dtype=complex128, but must be numbers"),
+        ({"logit_bias": ["1"] * 5}, "logit_bias.dtype=<U1, but must be numbers"),
+        ({"logit_bias": [[1], [1, 2]]}, "logit_bias=list, but must be an array"),
+        ({"logit_bias": [1e300] * 5}, r"logit_bias holds 1e\+300, but must hold what float32 can"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0, but must be a finite float32 > 0"),
     ],
 )
 def test_a_request_refuses(given, message):
     with pytest.raises(InvalidArgument, match=message):
         request(RequestProcessors(**given))
+
+
+@pytest.mark.parametrize(
+    "text", [[3], (3,), np.array([3]), torch.tensor([3]), [np.int32(3)], [torch.tensor(3)], iter([3])]
+)
+def test_what_a_text_may_be(text):
+    given = {"presence_penalty": np.float32(1), "temperature": 0}
+    rows = ZEROS.clone()
+    rows[..., 3] = 0.5
+    assert verify(BATCH, rows, committed_tokens=[text], **given).tokens == [[0]]
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_minus_one_is_padding_wherever_it_is(backend):
+    rows = ZEROS.clone()
+    rows[..., 3] = 0.5
+    for text in ([-1, 3], [3, -1], [-1, -1, 3, -1]):
+        given = {"presence_penalty": 1, "temperature": 0, "committed_tokens": torch.tensor([text])}
+        assert verify(BATCH, rows, backend=backend, **given).tokens == [[0]]
 
 
 def test_probabilities_have_no_processors():
@@ -346,6 +419,8 @@ def test_smaller_trees_and_vocabularies_keep_what_is_left():
     assert less.token_bitmask.tolist() == [[-1], [-(2**31)]]
     assert less.committed_tokens == (4, 2**40, 1)
     held = replace(HELD, token_bitmask=pack_bitmask(np.array([[1, 0, 0, 1, 1]], bool)))
+    padded = replace(HELD, committed_tokens=(-1, 4, 3, -1)).at_tokens([1, 4], 5)
+    assert padded.committed_tokens == (-1, 1, -1)
     less = held.at_tokens([1, 4], 5)
     assert less.logit_bias.tolist() == [np.float32(0.1), 5]
     assert less.token_bitmask.tolist() == [[0b10]]

@@ -223,6 +223,22 @@ REFUSED = {
     "a threshold of 0": ({"threshold_acc": 0.0}, "threshold_acc=0.0, but must be in (0, 1]"),
     "a threshold above 1": ({"threshold_single": 1.5}, "threshold_single=1.5, but must be in [0, 1]"),
     "a threshold that is no number": ({"threshold_acc": None}, "threshold_acc=None, but must be"),
+    "a threshold that is True": ({"threshold_acc": True}, "threshold_acc=True, but must be in (0, 1]"),
+    "a threshold that is text": ({"threshold_single": "1"}, "threshold_single='1', but must be in [0, 1]"),
+    "a threshold each": (
+        {"threshold_acc": np.array([0.5, 0.5])},
+        "threshold_acc=array([0.5, 0.5]), but must",
+    ),
+    "one as a tensor": (
+        {"threshold_acc": torch.tensor([0.5, 0.5])},
+        "threshold_acc=tensor([0.5000, 0.5000])",
+    ),
+    "an array of rules": ({"rule": np.array(["chain"] * 2)}, "rule=array("),
+    "an array of draftings": ({"drafting": np.array(["fixed"] * 2)}, "drafting=array("),
+    "an array that is never read": (
+        {"draft_probs": np.full((1, 3, 3), 1 / 3)},
+        "draft_probs was given, but must be None",
+    ),
     "a threshold elsewhere": (
         {"rule": "draw_and_match", "threshold_acc": 0.5},
         "thresholds are target_only's",
@@ -233,11 +249,66 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name):
     settings, message = REFUSED[name]
-    if settings.get("draft_probs") == 1:
+    if isinstance(settings.get("draft_probs"), int):
         settings = settings | {"draft_probs": torch.full((1, 3, 3), 1 / 3)}
     with pytest.raises(InvalidArgument) as caught:
         verify_probs(to_verify_input([STAR]), torch.full((1, 3, 3), 1 / 3), backend="reference", **settings)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("half", [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)])
+def test_any_number_is_a_threshold(half):
+    rule = Rule(threshold_single=half, threshold_acc=half)
+    assert rule == Rule(threshold_single=0.5, threshold_acc=0.5)
+    assert type(rule.threshold_acc) is float
+    batch, rows = to_verify_input([STAR]), torch.full((1, 3, 3), 1 / 3)
+    coins = Coins(torch.full((1, 3), 0.5), torch.full((1,), 0.5))
+    accepted = [verify_probs(batch, rows, coins, threshold_acc=each).tokens for each in (half, 0.5)]
+    assert accepted[0] == accepted[1]
+
+
+def drafted_without_mass(rule, law, tree=None):
+    tree = tree or (DraftTree.chain([9, 1, 2]) if rule == "chain" else FORK)
+    laws = torch.full((2, len(tree), 3), 1 / 3)
+    laws[1, 0] = torch.tensor(law)
+    rows = torch.full(laws.shape, 1 / 3)
+    batch = to_verify_input([tree, tree])
+    more = {"rule": rule, "draft_probs": laws, "drafting": "sampled"}
+    for made in (verify_probs(batch, rows, **more), verify(batch, rows, **more)):
+        assert made.status.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "token", "node"), [("chain", 1, 1), ("recursive", 2, 1), ("recursive", 0, 2)]
+)
+def test_a_draft_that_its_law_has_at_zero_was_not_sampled(rule, token, node):
+    law = [0.5, 0.5, 0.5]
+    law[token] = 0.0
+    why = rf"draft_probs\[1, 0, {token}\]=0.0, but must be > 0: request 1, node {node} drafts token {token}"
+    for without in (law, [0.0] * 3):
+        if without is law or node == 1:
+            with pytest.raises(InvalidArgument, match=why):
+                drafted_without_mass(rule, without)
+    with pytest.raises(InvalidArgument, match=why.replace("=0.0", "=-0.0")):
+        drafted_without_mass(rule, [-0.0 if mass == 0 else mass for mass in law])
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("rule", ["chain", "recursive"])
+def test_a_law_that_broke_costs_no_text(rule, broken):
+    drafted_without_mass(rule, [broken] * 3)  # B65
+    drafted_without_mass(rule, [broken, 0.0, 0.0])
+    drafted_without_mass(rule, [broken, 0.25, 0.25])
+
+
+def test_laws_that_nothing_was_drafted_from_are_not_looked_at():
+    """Leaves', and those of padded slots."""
+    chain = DraftTree.chain([9, 1])
+    batch = to_verify_input([chain, chain], num_draft_tokens=3)
+    laws = torch.zeros(2, 3, 3)
+    laws[:, 0, 1] = 1
+    more = {"rule": "chain", "draft_probs": laws, "drafting": "sampled"}
+    assert verify_probs(batch, torch.full((2, 3, 3), 1 / 3), **more).status.tolist() == [0, 0]
 
 
 def test_which_drafts_each_rule_is_right_for():

@@ -11,8 +11,7 @@ import numpy as np
 
 from treeconv._validate_places import check_places
 from treeconv.errors import InvalidArgument, InvalidTree
-from treeconv.filters import FILTER_ORDERS, Cuts, FilterOrder, Filters
-from treeconv.rules import Drafting, Rule, RuleName, check_pairing
+from treeconv.filters import Cuts, FilterOrder, Filters, check_order
 from treeconv.tree import Coins, VerifyInput
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ __all__ = [
     "check_filters",
     "check_int",
     "check_rows",
-    "check_rule",
     "check_seeds",
     "check_temperature",
     "check_tensors",
@@ -390,8 +388,7 @@ def check_filters(
     import torch  # noqa: PLC0415
 
     size = batch.batch_size
-    if order not in FILTER_ORDERS:
-        raise InvalidArgument(f"filter_order={order!r}, but must be 'sequential' or 'joint'")
+    check_order(order)
     if top_k is None and top_p is None and min_p is None:
         return None
     given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -437,42 +434,6 @@ def _per_request(value: Any, name: str, size: int) -> list[Any]:
     if len(value) != size:
         raise InvalidArgument(f"{name}={value!r}, but must be one number, or {size}, one per request")
     return list(value)
-
-
-def check_rule(
-    name: RuleName,
-    draft_probs: Any,
-    drafting: Drafting,
-    threshold_single: float,
-    threshold_acc: float,
-    batch: VerifyInput,
-    vocab_size: int,
-) -> Rule | None:
-    """The rule of a call, None where it is the plain target-only one; checked against drafts and trees.
-
-    Trees are looked at on the CPU only: reading them back from a device would wait for it.
-    """
-    if (name, drafting, draft_probs, threshold_single, threshold_acc) == ("target_only", "fixed", None, 1, 1):
-        return None  # what nearly every call is
-    check_pairing(name, drafting)
-    if draft_probs is not None:
-        draft_probs = check_rows(draft_probs, "draft_probs", batch, ("float32",))
-        if draft_probs.shape[2] != vocab_size:
-            raise InvalidArgument(
-                f"draft_probs.shape={tuple(draft_probs.shape)}, but must be"
-                f" {(*batch.candidates.shape, vocab_size)}: one law per slot, over the target's"
-                " vocabulary (map a reduced one to it first)"
-            )
-    rule = Rule(name, draft_probs, threshold_single, threshold_acc)
-    if name == "chain" and batch.device.type == "cpu":
-        twins = (batch.retrieve_next_sibling >= 0).nonzero()
-        if len(twins):
-            request, node = twins[0].tolist()
-            raise InvalidArgument(
-                f"rule='chain', but request {request}, node {node} has a sibling: chain takes one child a"
-                " node; use rule='recursive' for siblings sampled without replacement"
-            )
-    return None if rule.is_plain else rule
 
 
 def check_depth_cap(depth_cap: int | None, batch: VerifyInput) -> int:

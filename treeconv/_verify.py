@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from treeconv import _validate, _validate_processors
+from treeconv import _validate, _validate_processors, _validate_rules
 from treeconv.backends.base import as_taken, handed_over
 from treeconv.backends.registry import choose_backend, get_backend
 from treeconv.errors import BackendUnavailable, InvalidArgument
@@ -179,7 +179,8 @@ def verify(
 
         draft_probs: ``[B, N, V]`` float32: row ``[b, i]`` is the law that the children of node i were sampled
             from, after whatever filters the drafter had. For "chain" and "recursive", else None. A q that is
-            negative or not finite counts as no mass.
+            negative or not finite counts as no mass. A draft that its law has at 0 was not sampled from it,
+            and is refused (on the CPU; where the law holds nothing that is no mass).
 
         drafting: "fixed": the children are a fixed set, as DDTree's or EAGLE's top-k; "sampled": they were
             drawn from ``draft_probs``. "chain" and "recursive" are biased on a fixed set, and refused.
@@ -207,7 +208,7 @@ def verify(
     _validate.check_trees(batch, rows.shape[2])
     temperatures = _validate.check_temperature(temperature, batch)
     filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
-    how = _validate.check_rule(
+    how = _validate_rules.check_rule(
         rule, draft_probs, drafting, threshold_single, threshold_acc, batch, rows.shape[2]
     )
     processors = _validate_processors.check_processors(
@@ -301,7 +302,7 @@ def verify_probs(
     rows = _validate.check_rows(target_probs, "target_probs", batch, ("float32",))
     _validate.check_trees(batch, rows.shape[2])
     filters = _validate.check_filters(top_k, top_p, min_p, filter_order, batch, rows.shape[2])
-    how = _validate.check_rule(
+    how = _validate_rules.check_rule(
         rule, draft_probs, drafting, threshold_single, threshold_acc, batch, rows.shape[2]
     )
     chosen = _backend(backend, batch.device, filters, how)

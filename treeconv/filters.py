@@ -18,10 +18,11 @@ mass is always kept, so no filter empties a law, and at temperature 0 none chang
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from treeconv._numbers import as_number
 from treeconv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -29,10 +30,20 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["FILTER_ORDERS", "Cuts", "FilterOrder", "Filters"]
+__all__ = ["FILTER_ORDERS", "Cuts", "FilterOrder", "Filters", "check_order"]
 
 FilterOrder = Literal["sequential", "joint"]
 FILTER_ORDERS: tuple[FilterOrder, ...] = ("sequential", "joint")
+
+
+def check_order(order: Any) -> None:
+    """Refuse what is no order.
+
+    Raises:
+        InvalidArgument: not one of :data:`FILTER_ORDERS`.
+    """
+    if not isinstance(order, str) or order not in FILTER_ORDERS:  # an array of names is none of them
+        raise InvalidArgument(f"filter_order={order!r}, but must be 'sequential' or 'joint'")
 
 
 @dataclass(frozen=True)
@@ -63,17 +74,15 @@ class Cuts:
             raise InvalidArgument(f"top_k={k!r}, but must be an integer >= 1, or None for no cut")
         for name, low in (("top_p", "("), ("min_p", "[")):
             value = getattr(self, name)
-            try:
-                single = float(np.float32(value))
-            except (TypeError, ValueError):
-                raise InvalidArgument(f"{name}={value!r}, but must be a number in {low}0, 1]") from None
-            if not 0 <= single <= 1 or not 0 <= value <= 1 or (single == 0 and low == "("):
-                raise InvalidArgument(f"{name}={value!r}, but must be in {low}0, 1] as a float32")
-            object.__setattr__(self, name, single + 0.0)  # -0.0 is 0.0
+            number = as_number(value)
+            # Below 0 or above 1 by less than a rounding too; a positive one that rounds to 0 keeps nothing.
+            if not 0 <= number <= 1 or (np.float32(number) == 0 and low == "("):
+                wanted = f"a number in {low}0, 1]" if np.isnan(number) else f"in {low}0, 1] as a float32"
+                raise InvalidArgument(f"{name}={value!r}, but must be {wanted}")
+            object.__setattr__(self, name, float(np.float32(number)) + 0.0)  # -0.0 is 0.0
         if k is not None:
             object.__setattr__(self, "top_k", int(k))
-        if self.order not in FILTER_ORDERS:
-            raise InvalidArgument(f"filter_order={self.order!r}, but must be 'sequential' or 'joint'")
+        check_order(self.order)
 
     def are_on(self, vocab_size: int) -> bool:
         """Whether anything may be cut; where not, the law is taken as it is, not even renormalised."""

@@ -322,7 +322,7 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "masks-empty",
-        "a visited node that forbids every token is reported as EMPTY for its own request, and only there",
+        "a visited row that processors leave nothing of, or spoil, says so in its own request's status only",
         check.bad_rows,
         "forbidden_rows",
     ),

@@ -32,8 +32,10 @@ __all__ = ["PROCESSOR_CASES", "processed_cases", "processors_for"]
 
 # Mostly multiples of 1/4, so that most processed logits are exact in float32.
 _BIASES = (1.0, -1.0, 0.5, 2.0, -0.25, 100.0, -100.0, -np.inf, 1e8, 0.1)
+_UNUSABLE = (np.nan, np.inf)
 _REPETITIONS = (2.0, 0.5, 4.0, 2.0, 1.25)
 _CALM = (1.0, 1.0, 0.5, 2.0)  # temperatures at which calm logits are neither one token's nor everybody's
+_MANY = 300  # occurrences of one token: more than a byte counts
 _AMOUNTS = (0.5, 1.0, -0.5, 2.0, -2.0, 0.25, 1.5, -1.0, 0.75, 0.1)
 
 
@@ -77,7 +79,7 @@ def processors_for(
     set to NaN in ``rows``, and a logit is moved so that the penalties make a tie.
 
     * ``kinds``: those that may be on, the last of them most often.
-    * ``allow_empty``: whether a node may forbid every token.
+    * ``allow_empty``: whether a node may forbid every token, and a bias hold NaN or +inf.
 
     Shrinks towards no processors at all.
     """
@@ -98,7 +100,11 @@ def processors_for(
                 held[name] = draw(st.sampled_from(values), label=name)
         outside = st.sampled_from([vocab, 2**31])
         committed = st.lists(st.one_of(a_token, a_token, a_token, outside), max_size=5)
-        held["committed_tokens"] = draw(committed, label="committed")
+        text = draw(committed, label="committed")
+        place = draw(st.sampled_from([None, 0, 0, len(text) // 2, len(text)]), label="padding")
+        if place is not None:  # -1 is padding wherever it is
+            text.insert(place, -1)
+        held["committed_tokens"] = text
     if "bias" in on:
         bias = np.zeros(vocab, np.float32)
         if draw(st.integers(0, 3), label="all sunk?") == 3:
@@ -107,6 +113,8 @@ def processors_for(
             biased = st.lists(st.tuples(a_token, st.sampled_from(_BIASES)), min_size=1, max_size=4)
             for token, value in draw(biased, label="bias"):
                 bias[token] = value
+        if allow_empty and draw(st.integers(0, 2), label="unusable bias?") == 2:
+            bias[draw(a_token)] = draw(st.sampled_from(_UNUSABLE), label="unusable bias")
         held["logit_bias"] = bias
     if "bitmask" in on:
         allowed = np.ones((nodes, vocab), bool)
@@ -154,7 +162,7 @@ def processed_cases(
     """Calls of which most requests carry processors.
 
     * ``kinds``: those that may be on, the last of them most often.
-    * ``allow_empty``: whether a node may forbid every token.
+    * ``allow_empty``: whether a node may forbid every token, and a bias hold NaN or +inf.
     * ``allow_filters``: whether most requests carry filters too, made for their processed rows.
     * the rest: as :func:`treeconv.strategies.verify_cases` takes it.
 
@@ -197,7 +205,7 @@ def _wide_cases(draw: DrawFn, kinds: Collection[ProcessorKind]) -> VerifyCase:
     for request in case.requests:
         rows = request.rows.copy()
         rows[:, 0] = np.where(rows[:, 0] == -np.inf, 0, rows[:, 0])  # no processor forbids it
-        held = _seeded(rng, request.tree, case.vocab_size, kinds)
+        held = _seeded(rng, request.tree, rows, kinds)
         requests.append(replace(request, rows=rows, processors=held))
     return replace(case, requests=tuple(requests))
 
@@ -205,10 +213,15 @@ def _wide_cases(draw: DrawFn, kinds: Collection[ProcessorKind]) -> VerifyCase:
 def _seeded(
     rng: np.random.Generator,
     tree: DraftTree,
-    vocab_size: int,
+    rows: NDArray[np.float32],
     kinds: Collection[ProcessorKind],
 ) -> RequestProcessors:
-    """Processors over a large vocabulary, drafts mostly allowed and often committed."""
+    """Processors over a large vocabulary, drafts mostly allowed and often committed.
+
+    Half of the texts hold a likely token more often than a byte counts, at penalties so small that each
+    occurrence still tells; half have padding before, in and behind them.
+    """
+    vocab_size = rows.shape[1]
     held: dict[str, Any] = {}
     if "bias" in kinds:
         bias = rng.choice(np.array([0, 0, 0, 0.5, -1, 2, -np.inf], np.float32), vocab_size)
@@ -227,12 +240,19 @@ def _seeded(
         held["presence_penalty"] = float(rng.choice([0.0, 0.5, -0.5]))
         pool = [*tree.token_ids[:4], *rng.integers(0, vocab_size, 8).tolist(), *tree.token_ids]
         committed = rng.choice(pool, rng.choice([40, 300]))  # beyond any window, some tokens dozens of times
+        if rng.random() < 0.5:
+            held["repetition_penalty"] = 1.0
+            held["frequency_penalty"] = float(rng.choice([2.0**-7, -(2.0**-7), 2.0**-6]))
+            likely = int(rows[0].argmax())
+            committed = np.concatenate([committed, np.full(_MANY, likely)])
+        if rng.random() < 0.5:
+            committed = np.insert(committed, [0, *rng.integers(0, committed.size, 2), committed.size], -1)
         held["committed_tokens"] = committed.tolist()
     return RequestProcessors(**held)
 
 
 def _plain(request: Request, *, processed: bool) -> Request:
-    """Its rows alone, processed or raw (NaN without mass), as those of a request without processors."""
+    """Its rows alone, processed or raw (NaN, +inf without mass), as those of a request without processors."""
     held, rows = request.processors, request.rows
     if processed:
         mask = held.token_bitmask
@@ -249,7 +269,7 @@ def _plain(request: Request, *, processed: bool) -> Request:
                 for row, path in zip(rows, paths, strict=True)
             ]
         )
-    rows = np.where(np.isnan(rows), -np.inf, rows)
+    rows = np.where(rows < np.inf, rows, -np.inf)  # nor NaN
     rows[rows.max(axis=1) == -np.inf, 0] = 0
     return replace(request, rows=rows, processors=RequestProcessors())
 

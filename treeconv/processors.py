@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from treeconv._numbers import as_number
 from treeconv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "RequestProcessors",
     "bitmask_words",
     "check_penalty",
+    "check_token_ids",
     "pack_bitmask",
 ]
 
@@ -68,15 +70,56 @@ def check_penalty(name: str, value: Any) -> float:
     Raises:
         InvalidArgument: not a finite number; a repetition penalty that is not positive.
     """
-    try:
-        with np.errstate(over="ignore"):
-            single = float(np.float32(value))
-    except (TypeError, ValueError):
-        single = math.nan
+    with np.errstate(over="ignore"):
+        single = float(np.float32(as_number(value)))
     low = name == "repetition_penalty"
     if not math.isfinite(single) or (low and not single > 0):
         raise InvalidArgument(f"{name}={value!r}, but must be a finite float32{' > 0' if low else ''}")
     return single + 0.0  # -0.0 is 0.0
+
+
+def check_token_ids(tokens: Any, *, least: int = 0) -> list[int]:
+    """Ids before a root as integers; ``least`` is -1 where padding may be among them.
+
+    Raises:
+        InvalidArgument: no iterable, text, or something in it that is no token id.
+    """
+    if isinstance(tokens, (str, bytes, bytearray)) or not hasattr(tokens, "__iter__"):
+        raise InvalidArgument(f"committed_tokens={tokens!r}, but must be a list of token ids")
+    found = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    if not isinstance(found, list):  # an array without dimensions
+        raise InvalidArgument(f"committed_tokens={tokens!r}, but must be a list of token ids")
+    if set(map(type, found)) != {int}:
+        found = [_token_id(token) for token in found]
+    if found and not (least <= min(found) and max(found) < 2**63):
+        bad = next(token for token in found if not least <= token < 2**63)
+        rule = "token ids >= 0" if bad < 0 else "token ids below 2**63"
+        also = ", or -1 in padding" if least < 0 else ""
+        raise InvalidArgument(f"committed_tokens holds {bad}, but must hold {rule}{also}")
+    return found
+
+
+def _token_id(token: Any) -> int:
+    plain = token.tolist() if hasattr(token, "tolist") else token
+    if isinstance(plain, bool) or not isinstance(plain, int):
+        raise InvalidArgument(f"committed_tokens holds {token!r}, but must hold integers: token ids")
+    return plain
+
+
+def _check_bias(bias: Any) -> NDArray[np.float32]:
+    """A bias as float32: no text, no complex numbers, and no finite number made infinite."""
+    try:
+        given = np.asarray(bias)
+    except ValueError as error:  # ragged
+        raise InvalidArgument(f"logit_bias={type(bias).__name__}, but must be an array: {error}") from None
+    if given.dtype.kind not in "fiu":
+        raise InvalidArgument(f"logit_bias.dtype={given.dtype}, but must be numbers that float32 can hold")
+    with np.errstate(over="ignore"):
+        singles = np.ascontiguousarray(given, np.float32)
+    if (np.isinf(singles) & np.isfinite(given)).any():
+        value = given[np.isinf(singles) & np.isfinite(given)].flat[0]
+        raise InvalidArgument(f"logit_bias holds {float(value)!r}, but must hold what float32 can (3.4e38)")
+    return singles
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +127,7 @@ class RequestProcessors:
     """The processors of one request, all off by default.
 
     Args:
-        logit_bias: ``[V]`` float32, or None. -inf forbids a token.
+        logit_bias: ``[V]`` float32, or None. -inf forbids a token; NaN or +inf make the rows unusable.
 
         token_bitmask: ``[n, ceil(V / 32)]`` int32, a row per node, or None: bit ``t % 32`` of word
             ``t // 32`` is set where token ``t`` is allowed *after* that node.
@@ -95,7 +138,8 @@ class RequestProcessors:
 
         presence_penalty: likewise.
 
-        committed_tokens: ids >= 0 before the root. The root's own token is in the tree: not here.
+        committed_tokens: ids >= 0 before the root, -1 in padding (anywhere). The root's own token is in the
+            tree: not here.
 
     Raises:
         InvalidArgument: a value outside its range, or an array of another dimension or dtype.
@@ -110,7 +154,7 @@ class RequestProcessors:
 
     def __post_init__(self) -> None:
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", np.ascontiguousarray(self.logit_bias, np.float32))
+            object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
         if self.token_bitmask is not None:
             words = np.ascontiguousarray(self.token_bitmask)
             if words.dtype != np.int32:
@@ -118,9 +162,7 @@ class RequestProcessors:
             object.__setattr__(self, "token_bitmask", words)
         for name in PENALTIES:
             object.__setattr__(self, name, check_penalty(name, getattr(self, name)))
-        committed = tuple(map(int, self.committed_tokens))
-        if min(committed, default=0) < 0:
-            raise InvalidArgument(f"committed_tokens={committed}, but must be token ids >= 0")
+        committed = tuple(check_token_ids(self.committed_tokens, least=-1))
         object.__setattr__(self, "committed_tokens", committed)
 
     def __eq__(self, other: object) -> bool:
@@ -179,7 +221,8 @@ class RequestProcessors:
             bits = np.unpackbits(mask.astype("<i4").view(np.uint8), axis=1, bitorder="little")
             mask = pack_bitmask(bits[:, list(kept)] == 1)
         place = {old: new for new, old in enumerate(kept)}
-        committed = [place.get(t, len(kept)) for t in self.committed_tokens if t in place or t >= vocab_size]
+        place |= {t: len(kept) for t in self.committed_tokens if t >= vocab_size} | {-1: -1}
+        committed = [place[t] for t in self.committed_tokens if t in place]
         return replace(self, logit_bias=bias, token_bitmask=mask, committed_tokens=tuple(committed))
 
     def plainer(self) -> Iterator[RequestProcessors]:

@@ -18,8 +18,9 @@ the draft makes up for what they accept too much. So they want ``drafting="sampl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from treeconv._numbers import as_number
 from treeconv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ Drafting = Literal["fixed", "sampled"]
 DRAFTINGS: tuple[Drafting, ...] = ("fixed", "sampled")
 
 
+def _check_name(rule: Any) -> None:
+    if not isinstance(rule, str) or rule not in RULES:  # an array of names is none of them
+        raise InvalidArgument(f"rule={rule!r}, but must be one of {', '.join(RULES)}")
+
+
 def check_pairing(rule: RuleName, drafting: Drafting) -> None:
     """Refuse a rule with drafts that it is biased on.
 
@@ -42,9 +48,8 @@ def check_pairing(rule: RuleName, drafting: Drafting) -> None:
         InvalidArgument: an unknown name, or ``chain`` or ``recursive`` with a fixed draft; the message says
             what would come out.
     """
-    if rule not in RULES:
-        raise InvalidArgument(f"rule={rule!r}, but must be one of {', '.join(RULES)}")
-    if drafting not in DRAFTINGS:
+    _check_name(rule)
+    if not isinstance(drafting, str) or drafting not in DRAFTINGS:
         raise InvalidArgument(f"drafting={drafting!r}, but must be 'fixed' or 'sampled'")
     if rule in RATIO_RULES and drafting == "fixed":
         raise InvalidArgument(
@@ -84,8 +89,7 @@ class Rule:
     threshold_acc: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.name not in RULES:
-            raise InvalidArgument(f"rule={self.name!r}, but must be one of {', '.join(RULES)}")
+        _check_name(self.name)
         if self.name in RATIO_RULES and self.draft_probs is None:
             raise InvalidArgument(
                 f"draft_probs=None, but must be [B, N, V] with rule={self.name!r}: the laws that the children"
@@ -97,9 +101,10 @@ class Rule:
             )
         for name, low in (("threshold_single", "["), ("threshold_acc", "(")):
             value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not 0 <= value <= 1 or (value == 0 and low == "("):
-                raise InvalidArgument(f"{name}={value!r}, but must be in {low}0, 1]")
+            number = as_number(value)
+            if not 0 <= number <= 1 or (number == 0 and low == "("):
+                raise InvalidArgument(f"{name}={value!r}, but must be in {low}0, 1], one number for all")
+            object.__setattr__(self, name, number)
         if self.is_lossy and self.name != "target_only":
             raise InvalidArgument(
                 f"threshold_single={self.threshold_single!r}, threshold_acc={self.threshold_acc!r}, but must"

@@ -58,6 +58,6 @@ def bad_row_cases(draw: DrawFn) -> VerifyCase:
 STATUS_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "bad_rows": bad_row_cases,
     "forbidden_rows": lambda: processed_cases(
-        ("bias", "bitmask"), max_requests=3, allow_empty=True, allow_filters=True
+        ("penalties", "bias", "bitmask"), max_requests=3, allow_empty=True, allow_filters=True
     ),
 }

@@ -228,6 +228,13 @@ class CommittedIgnored(ProcessorSampler):
 
 
 @fault("penalties")
+class StopsAtMinus1(ProcessorSampler):  # the text ends at its first padding, which may be anywhere
+    def committed(self, request):
+        text = self.given.penalties.committed_tokens[request].tolist()
+        return text[: text.index(-1)] if -1 in text else text
+
+
+@fault("penalties")
 class OutsideIdsWrap(ProcessorSampler):  # the placeholder of an image counts for some token
     def counts(self, request, node, size):
         tokens = [token % size for token in self.seen(request, node)]
@@ -410,6 +417,23 @@ class UnmaskedWhereAllIsForbidden(ProcessorSampler):
         return super().masked(x, allowed) if allowed.any() else x
 
 
+@fault("masks-empty")
+class EmptyFallsBackWithPenalties(
+    ProcessorSampler
+):  # nothing is left of a penalised row: the raw one instead
+    def processed(self, request, node, row):
+        x = super().processed(request, node, row)
+        if self.given is None or self.given.penalties is None or self.given.token_bitmask is None:
+            return x
+        return row if x.max() == -np.inf else x
+
+
+@fault("masks-empty")
+class NanBias(ProcessorSampler):  # nan_to_num: what the caller got wrong is covered up
+    def bias(self, request):
+        return np.nan_to_num(super().bias(request), nan=0.0, posinf=1e30, neginf=-np.inf)
+
+
 @fault("masks-purity", "penalties-purity")
 class InPlace(ProcessorSampler):
     def verify(self, batch, logits, temperature, coins, depth_cap, filters=None, processors=None):
@@ -454,3 +478,19 @@ class OccurrencesCountedToFifteen(ProcessorSampler):
 
     def counts(self, request, node, size):
         return np.minimum(super().counts(request, node, size), 15)
+
+
+@fault("penalties-wide")
+class CountSaturatesAt127(ProcessorSampler):
+    """A signed byte a token."""
+
+    def counts(self, request, node, size):
+        return np.minimum(super().counts(request, node, size), 127)
+
+
+@fault("penalties-wide")
+class CountWrapsAt256(ProcessorSampler):
+    """A byte a token."""
+
+    def counts(self, request, node, size):
+        return super().counts(request, node, size) % 256

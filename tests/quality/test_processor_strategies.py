@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from test_strategies import finds, minimal
@@ -96,6 +98,17 @@ PENALISED = {
             has_penalties(r) and len(set(r.processors.committed_tokens)) < len(r.processors.committed_tokens)
         )
     ),
+    "padding before a text": any_request(
+        lambda r: (
+            has_penalties(r) and r.processors.committed_tokens[:1] == (-1,) != r.processors.committed_tokens
+        )
+    ),
+    "padding within a text": any_request(
+        lambda r: has_penalties(r) and -1 in r.processors.committed_tokens[1:-1]
+    ),
+    "padding behind a text": any_request(
+        lambda r: has_penalties(r) and r.processors.committed_tokens[1:][-1:] == (-1,)
+    ),
     "a reward": any_request(lambda r: r.processors.frequency_penalty < 0),
     "a repetition reward": any_request(lambda r: r.processors.repetition_penalty < 1),
     "all processors": any_request(lambda r: len(r.processors.kinds) == 3),
@@ -126,6 +139,36 @@ WIDE = {
 )
 def test_cases_find(kind, condition):
     assert finds(cases_for(kind), condition, examples=400)
+
+
+UNUSABLE = {
+    "NaN in a bias": any_request(
+        lambda r: r.processors.logit_bias is not None and np.isnan(r.processors.logit_bias).any()
+    ),
+    "+inf in a bias": any_request(
+        lambda r: r.processors.logit_bias is not None and (r.processors.logit_bias == np.inf).any()
+    ),
+    "nothing left of a penalised root": any_request(
+        lambda r: has_penalties(r) and processed(r)[0].max() == -np.inf
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_rows_that_processors_spoil_are_found_where_they_are_meant(name):
+    assert finds(cases_for("forbidden_rows"), UNUSABLE[name], examples=200)
+    if "bias" in name:
+        assert not finds(cases_for("penalised"), UNUSABLE[name], examples=100)
+
+
+def test_a_token_committed_more_often_than_a_byte_counts_is_found():
+    def often(case):
+        return any(
+            has_penalties(r) and max(Counter(r.processors.committed_tokens).values(), default=0) > 256
+            for r in case.requests
+        )
+
+    assert finds(cases_for("penalised_wide"), often, examples=20)
 
 
 def test_every_token_forbidden_is_found_where_it_is_meant():

@@ -66,7 +66,7 @@ class ProcessedLogits:
         path = [self._tree.token_ids[inner] for inner in self._tree.path(node)]
         counts = np.zeros(size)
         for token in (*held.committed_tokens, *path):
-            if token < size:
+            if 0 <= token < size:  # neither padding nor a placeholder
                 counts[token] += 1
         seen = counts > 0
         with np.errstate(over="ignore", invalid="ignore"):
