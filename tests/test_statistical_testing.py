@@ -278,7 +278,7 @@ def test_rates_are_split():
         ),
         (lambda: dkwm_distance(["x"], stats.uniform.cdf), r"samples=\['x'\], but must be numbers"),
         (lambda: dkwm_distance([0.5], lambda x: x * math.nan), r"cdf\(0.5\)=nan, but must be a probability"),
-        (lambda: dkwm_distance([0.5, 0.6], lambda x: 1.0), r"cdf\(x\) of shape \(\), but must be of x's"),
+        (lambda: dkwm_distance([0.5, 0.6], lambda x: x[0]), r"cdf\(x\) of shape \(\), but must be of x's"),
         (lambda: min_num_samples_for_dkwm(1e-300, 1e-9, 1e-6), "discrepancy=1e-300, but must be one that"),
     ],
 )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeconv._corpus_codec import atomic_write
+from treeconv._drive import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,7 @@ class Discovery:
     @classmethod
     def of(cls, signature: Signature, campaign: str, text: str, **more: Any) -> Discovery:
         """A finding with this signature."""
-        return cls(signature.law, signature.backend, signature.kind, campaign, text, **more)
+        return cls(signature.law, signature.backend, signature.kind, campaign, encodable(text), **more)
 
 
 class Store:

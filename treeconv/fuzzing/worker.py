@@ -22,6 +22,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treeconv._drive import encodable
 from treeconv.corpus import load_entry
 from treeconv.errors import LawBroken, TreeconvError
 from treeconv.fuzzing import plan
@@ -193,9 +194,9 @@ def main(run: Path, number: int, first: int, crash: str = "") -> None:
         except TimeIsUp:
             event["outcome"] = "cut short"
         except TreeconvError as error:
-            event |= {"outcome": "error", "why": str(error)}
+            event |= {"outcome": "error", "why": encodable(str(error))}
         except Exception:  # noqa: BLE001  # one job must not stop the others; it is reported
-            event |= {"outcome": "error", "why": traceback.format_exc(limit=-4)}
+            event |= {"outcome": "error", "why": encodable(traceback.format_exc(limit=-4))}
         recorder.idle()
         event |= {
             "cases": recorder.counters["cases"] - before,
