@@ -45,11 +45,12 @@ def minimise(corpus: Path, device: str, seconds: float, *, dry_run: bool = False
     Raises:
         CorpusError: no such directory.
     """
-    shelf = Path(corpus) / "regressions"
+    corpus = Path(corpus).absolute()  # a backend may call os.chdir
+    shelf = corpus / "regressions"
     if not shelf.is_dir():
         raise CorpusError(f"{shelf}: no such directory")
     until = time.monotonic() + seconds
-    store = Store(Path(corpus))
+    store = Store(corpus)
     kept: dict[Signature, Path] = {}
     removed = changed = 0
     paths = sorted(shelf.glob("*.json"), key=lambda path: path.stat().st_size)

@@ -119,10 +119,12 @@ def load_ledger(name: str) -> Ledger:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        if name == _OWN_LEDGER:
+    except Exception as error:  # a stranger's module may raise anything; "" and ".." name none
+        if name == _OWN_LEDGER and isinstance(error, ImportError | AttributeError):
             return Ledger(())
-        raise InvalidArgument(f"ledger={name!r}, but must be module:attribute: {error}") from None
+        raise InvalidArgument(
+            f"ledger={name!r}, but must be module:attribute: {type(error).__name__}: {error}"
+        ) from None
     if not isinstance(found, Ledger):
         raise InvalidArgument(f"ledger={name!r} is a {type(found).__name__}, but must be a treeconv Ledger")
     return found

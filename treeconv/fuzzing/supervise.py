@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,16 @@ class Result:
         """Findings that no entry of the ledger explains: they fail a run."""
         return {digest: found for digest, found in self.findings.items() if not found.known}
 
+    @property
+    def errors(self) -> list[tuple[Job, str]]:
+        """What could not be done, and why."""
+        return [(job.job, error) for job in self.jobs for error in job.errors]
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something could not be judged, or nothing was."""
+        return bool(self.errors) or not (self.progress.counters["cases"] or self.findings)
+
 
 class _Worker:
     """One worker process and the files that it leaves."""
@@ -172,6 +182,8 @@ def run_campaign(
     Raises:
         OSError: the corpus directory cannot be written to.
     """
+    asked = config  # reports name the corpus so; whoever calls os.chdir must not move it
+    config = replace(config, corpus=str(Path(config.corpus).absolute()))
     store = Store(Path(config.corpus))
     before = frozenset(store.load())
     stored = plan.stored_jobs(store, config.backends)
@@ -199,7 +211,7 @@ def run_campaign(
         findings = {
             digest: found for digest, found in store.load().items() if digest in met or digest not in before
         }
-        return Result(config, findings, frozenset(findings) - before, jobs, campaign.progress, interrupted)
+        return Result(asked, findings, frozenset(findings) - before, jobs, campaign.progress, interrupted)
 
 
 class _Campaign:

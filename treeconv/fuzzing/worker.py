@@ -169,6 +169,8 @@ def main(run: Path, number: int, first: int, crash: str = "") -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workers))
     recorder = FlightRecorder(run / f"worker-{number}.flight")
     session = Session(config, Store(Path(config.corpus)), recorder, document["deadline"])
+    with contextlib.suppress(TreeconvError):
+        _ = session.ledger  # imported before a backend is called, which may go to another directory
     log = _log_to(run / f"worker-{number}.log")
     if crash:
         from treeconv.fuzzing.crash import shrink_crash  # noqa: PLC0415

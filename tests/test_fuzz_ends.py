@@ -1,0 +1,107 @@
+"""Contract: a campaign says PASS only where it judged and found nothing; what it cannot do, it says early."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from treeconv.cli import main
+from treeconv.fuzzing.session import Config
+
+ROOT = Path(__file__).parents[1]
+MINE = f"""
+import os, sys
+sys.path.append({str(ROOT / "tests" / "quality")!r})
+from faults import *
+from treeconv.ledger import Finding, Ledger
+
+class Mended(Sampler if os.environ.get("MENDED") else InclusiveTest):
+    pass
+
+class GoesElsewhere(InclusiveTest):
+    def draw(self, residual, coin):
+        os.chdir({{elsewhere!r}})
+        return super().draw(residual, coin)
+
+LEDGER = Ledger([Finding(id="known-one", law="oracle-agreement", backend="mine:GoesElsewhere", versions=("",),
+                         summary="inclusive", source="here")])
+"""
+WORDS = ["fuzz", "--workers", "1", "--rounds", "1", "--seed", "5"]
+FILES = ["--junit", "junit.xml", "--summary", "summary.md"]
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    (here / "mine.py").write_text(MINE.format(elsewhere=str(elsewhere)))
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(here), *sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return elsewhere
+
+
+def config(backend, **more):
+    return replace(Config("corpus", (backend,), ("bulk",), seconds=60.0, rounds=1, ledger=""), **more)
+
+
+def test_a_campaign_that_judged_nothing_is_incomplete(capsys):
+    assert main([*WORDS, *FILES, "--campaign", "bulk", "--backend", "nosuch:thing"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("could not be done: bulk logits on nosuch:thing")]
+    assert lines[-1].startswith("INCOMPLETE 0 cases in ")
+    assert lines[-1].endswith(", 0 findings, 0 known faults, 2 jobs could not be done")
+    assert Path("summary.md").read_text().startswith("# treeconv fuzz: INCOMPLETE ")
+    assert ET.parse("junit.xml").getroot().find("testsuite").get("errors") == "2"
+
+
+def test_a_campaign_with_nothing_to_judge_is_incomplete(capsys):
+    assert main([*WORDS, *FILES, "--seconds", "0.001", "--campaign", "bulk", "--backend", "eager"]) == 2
+    assert capsys.readouterr().out.splitlines()[-1].startswith("INCOMPLETE 0 cases in ")
+    suite = ET.parse("junit.xml").getroot().find("testsuite")
+    assert suite.get("errors") == "1"
+    assert suite.find(".//error").get("message") == "nothing was judged"
+
+
+def test_a_backend_that_goes_to_another_directory_takes_no_finding_along(mine, capsys):
+    words = [*WORDS, *FILES, "--campaign", "bulk", "--backend", "mine:GoesElsewhere"]
+    assert main([*words, "--ledger", "mine:LEDGER"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if line.startswith("could not be done")]
+    assert "known-one" in Path("summary.md").read_text()
+    assert "treeconv replay corpus/regressions/" in Path("summary.md").read_text()
+    assert list(Path("corpus/regressions").glob("*.json"))
+    assert list(mine.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--junit", "nowhere/x.xml"],
+            "junit='nowhere/x.xml', but must be a file in a directory that exists",
+        ),
+        (["--summary", "."], "summary='.', but must be a file in a directory that exists"),
+        (
+            ["--corpus", "mine.py"],
+            "corpus='mine.py', but must be a directory, or a name where one can be made",
+        ),
+        (["--corpus", "mine.py/below"], "corpus='mine.py/below', but must be a directory"),
+        (["--ledger", ":"], "ledger=':', but must be module:attribute"),
+        (["--ledger", "mine:"], "ledger='mine:', but must be module:attribute"),
+        (["--ledger", "..x:y"], "ledger='..x:y', but must be module:attribute"),
+        (["--ledger", "raises:y"], "ledger='raises:y', but must be module:attribute: ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_starts(words, message, capsys):
+    Path("raises.py").write_text("1 / 0\n")
+    assert main(["fuzz", "--campaign", "bulk", "--backend", "eager", "--seconds", "1", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert not Path("corpus").exists()
