@@ -8,7 +8,12 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from treeconv.cli import main
+from treeconv.corpus import load_entry, save_entry
+from treeconv.fuzzing.parsers import save_input
 from treeconv.fuzzing.session import Config
+from treeconv.fuzzing.signature import Signature
+from treeconv.fuzzing.store import Discovery, Store
+from treeconv.fuzzing.supervise import run_campaign
 
 ROOT = Path(__file__).parents[1]
 MINE = f"""
@@ -105,3 +110,72 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(words, message, c
     assert message in captured.err
     assert captured.out == ""
     assert not Path("corpus").exists()
+
+
+# --- what an earlier campaign left --------------------------------------------------------------------
+
+
+def left_raw(backend="mine:Mended", kind=None):
+    """A finding as a campaign leaves it that is killed before it shrinks."""
+    result = run_campaign(config(backend))
+    store = Store(Path("corpus"))
+    found = next(iter(result.findings.values()))
+    signature = Signature(found.law, found.backend, kind or found.kind)
+    entry = replace(load_entry(Path("corpus") / found.entry), path=None)
+    for path in Path("corpus").rglob("*.json"):
+        path.unlink()
+    raw = replace(found, kind=signature.kind, state="raw", entry="")
+    assert store.claim(signature, raw, lambda directory: save_entry(directory, entry))
+    return signature.digest, found
+
+
+def test_a_finding_that_was_mended_is_closed_and_fails_nothing(monkeypatch, capsys):
+    digest, _ = left_raw()
+    monkeypatch.setenv("MENDED", "1")
+    words = [*WORDS, "--ledger", "", "--campaign", "bulk", "--backend", "mine:Mended"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (closed,) = [line for line in lines if line.startswith("closed: ")]
+    assert "oracle-agreement on mine:Mended" in closed
+    assert "its law is kept now" in closed
+    assert lines[-1].startswith("PASS ")
+    assert digest not in Store(Path("corpus")).load()
+    assert not list(Path("corpus/.fuzz/raw").iterdir())
+    (guard,) = Path("corpus/regressions").glob("*.json")  # replayed from now on
+    assert guard.name in closed
+    monkeypatch.delenv("MENDED")  # and should it come back, it is found like any other
+    assert run_campaign(config("mine:Mended", rounds=0)).unknown
+
+
+def test_a_finding_that_breaks_otherwise_now_is_recorded_as_it_breaks():
+    stale, found = left_raw(kind="broke in some other way")
+    result = run_campaign(config("mine:Mended", rounds=0))
+    assert result.errors == []
+    assert stale not in Store(Path("corpus")).load()
+    assert stale not in result.findings
+    assert found.kind in {other.kind for other in result.findings.values()}
+    assert {other.state for other in result.findings.values()} == {"done"}
+    assert not list(Path("corpus/.fuzz/raw").iterdir())
+
+
+def test_a_stored_input_of_a_parser_is_taken_up():
+    signature = Signature("convert-input", "", "kept by now")
+    store = Store(Path("corpus"))
+    raw = Discovery.of(signature, "parsers", "law broken: it")
+    assert store.claim(signature, raw, lambda directory: save_input(directory, "convert-input", "x"))
+    result = run_campaign(config("eager", campaigns=("parsers",), rounds=0))
+    assert result.errors == []
+    assert store.load() == {}
+    assert list(Path("corpus/regressions").glob("*.input"))
+
+
+def test_a_finding_that_is_met_again_is_told_with_its_replay_line(capsys):
+    words = [*WORDS, "--ledger", "", "--campaign", "bulk", "--backend", "mine:Mended"]
+    assert main(words) == 1
+    replays = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  replay:")]
+    assert replays
+    assert main(words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    again = [place for place, line in enumerate(lines) if line.startswith("met again: ")]
+    assert {lines[place + 1] for place in again} == set(replays)
+    assert "oracle-agreement on mine:Mended: " in lines[again[0]]

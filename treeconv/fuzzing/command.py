@@ -26,8 +26,8 @@ def add_commands(command: AddCommand, add_backend: AddBackend) -> None:
         _fuzz,
         "Search for faults for as long as you like. Replays the corpus, then searches; what is found is saved"
         " at once, shrunk into CORPUS/regressions/ and printed with a replay line. Ctrl-C and kill lose"
-        " nothing; several may run on one corpus. Exit code 1 if anything was found that no ledger explains, 2 if"
-        " something could not be judged; the last line is the verdict: PASS, FAIL or INCOMPLETE.",
+        " nothing; several may run on one corpus. Exit code 1 if anything was found that no ledger explains,"
+        " 2 if something could not be judged; the last line is the verdict: PASS, FAIL or INCOMPLETE.",
     )
     add_backend(fuzz, "default: every backend that can run on the device")
     fuzz.add_argument("--seconds", type=float, default=60.0, metavar="N", help="how long (default: 60)")
@@ -112,6 +112,8 @@ def _fuzz(options: argparse.Namespace) -> int:
     display = report.Display(str(options.corpus))
     result = run_campaign(config, display.progress, display.finding)
     display.clear()
+    for line in report.lines_about_before(result):
+        print(line)  # noqa: T201
     for job, error in result.errors:
         print(f"could not be done: {job}: {error}")  # noqa: T201
     try:

@@ -62,6 +62,24 @@ def finding_text(found: Discovery, corpus: str) -> str:
     return "\n".join([*lines, f"  replay:   {replay_line(found, corpus)}"])
 
 
+def closed(result: Result) -> list[str]:
+    """Findings that an earlier campaign left unshrunk and that are none any more: why, a line each."""
+    of_shrinking = [job.skipped for job in result.jobs if job.job.campaign == "shrink"]
+    return [reason for reason in of_shrinking if reason.startswith("closed: ")]
+
+
+def lines_about_before(result: Result) -> list[str]:
+    """What became of earlier campaigns' findings: those met again, in short, and those that were closed."""
+    lines = []
+    for digest, found in result.findings.items():
+        if digest not in result.new:
+            on = f" on {found.backend}" if found.backend else ""
+            known = f" (known: {found.known})" if found.known else ""
+            lines.append(f"met again: {found.law}{on}: {found.kind}{known}")
+            lines.append(f"  replay:   {replay_line(found, result.config.corpus)}")
+    return lines + closed(result)
+
+
 class Display:
     """The live line on standard error, findings on standard output.
 
@@ -218,6 +236,8 @@ def markdown_summary(result: Result) -> str:
             lines += [f"### `{found.law}`{on}: {found.kind}{new}", "", "```text"]
             lines += finding_text(found, config.corpus).splitlines()[:_TEXT_LIMIT]
             lines += ["```", ""]
+    if closed(result):
+        lines += ["## Closed", "", *(f"* {reason.removeprefix('closed: ')}" for reason in closed(result)), ""]
     lines += ["## Searched", "", "| campaign | subject | backend | rounds | cases | seconds | outcome |"]
     lines.append("| --- | --- | --- | ---: | ---: | ---: | --- |")
     for job, mine in _jobs_with_findings(result):
