@@ -1,23 +1,33 @@
 """Contract: a campaign says PASS only where it judged and found nothing; what it cannot do, it says early."""
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
+from treeconv.case import Request, VerifyCase
 from treeconv.cli import main
 from treeconv.corpus import load_entry, save_entry
+from treeconv.fuzzing.crash import record_death, shrink_crash
+from treeconv.fuzzing.flight import FlightRecorder
 from treeconv.fuzzing.parsers import save_input
-from treeconv.fuzzing.session import Config
+from treeconv.fuzzing.session import Config, Session
 from treeconv.fuzzing.signature import Signature
 from treeconv.fuzzing.store import Discovery, Store
 from treeconv.fuzzing.supervise import run_campaign
+from treeconv.tree import DraftTree
 
 ROOT = Path(__file__).parents[1]
 MINE = f"""
-import os, sys
+import os, subprocess, sys, time
 sys.path.append({str(ROOT / "tests" / "quality")!r})
 from faults import *
 from treeconv.ledger import Finding, Ledger
@@ -29,6 +39,17 @@ class GoesElsewhere(InclusiveTest):
     def draw(self, residual, coin):
         os.chdir({{elsewhere!r}})
         return super().draw(residual, coin)
+
+class StartsAnother(Sampler):
+    def __init__(self, *more):
+        super().__init__(*more)
+        other = subprocess.Popen(["sleep", "300"])
+        os.makedirs("started", exist_ok=True)
+        open("started/" + str(other.pid), "w").close()
+
+class Waits(Sampler):
+    def draw(self, residual, coin):
+        time.sleep(1000)
 
 LEDGER = Ledger([Finding(id="known-one", law="oracle-agreement", backend="mine:GoesElsewhere", versions=("",),
                          summary="inclusive", source="here")])
@@ -179,3 +200,108 @@ def test_a_finding_that_is_met_again_is_told_with_its_replay_line(capsys):
     again = [place for place, line in enumerate(lines) if line.startswith("met again: ")]
     assert {lines[place + 1] for place in again} == set(replays)
     assert "oracle-agreement on mine:Mended: " in lines[again[0]]
+
+
+# --- nothing survives a campaign ----------------------------------------------------------------------
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "nothing happened"
+        time.sleep(0.02)
+
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl and /proc")
+FORKS = """
+import sys, time
+from treeconv.fuzzing.crash import _in_a_fork
+
+def hang():
+    with open(sys.argv[1], "w") as file:
+        file.write(str(os.getpid()))
+    while True:
+        time.sleep(1)
+
+import os
+_in_a_fork(hang, 60.0)
+"""
+
+
+@ON_LINUX
+def test_a_fork_dies_with_its_parent():
+    parent = subprocess.Popen([sys.executable, "-c", FORKS, "pid"])
+    wait_until(lambda: Path("pid").exists() and Path("pid").read_text(), 60)
+    child = int(Path("pid").read_text())
+    try:
+        parent.kill()
+        parent.wait()
+        wait_until(lambda: not is_running(child), 10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+@ON_LINUX
+def test_what_a_backend_started_ends_with_its_worker():
+    result = run_campaign(config("mine:StartsAnother", seconds=10.0, campaigns=("laws",), rounds=1))
+    started = [int(path.name) for path in Path("started").iterdir()]
+    assert started
+    try:
+        wait_until(lambda: not any(map(is_running, started)), 5)
+    finally:
+        for pid in filter(is_running, started):
+            os.kill(pid, signal.SIGKILL)
+    assert not result.errors
+
+
+def test_shrinking_a_crash_ends_at_the_deadline(tmp_path):
+    """A smaller case that hangs may not take the timeout of a case, but what is left of the campaign."""
+    store = Store(tmp_path / "corpus")
+    case = VerifyCase((Request(DraftTree((-1,), (0,)), np.ones((1, 1), np.float32), 1.0, np.zeros(1), 0.5),))
+    campaign = Config(str(store.corpus), ("mine:Waits",), ("laws",), timeout=100.0, ledger="")
+    how = "ends the process with exit code 3"
+    digest = record_death(("laws", "purity", "mine:Waits", case), how, campaign, store).digest
+    started = time.monotonic()
+    recorder = FlightRecorder(tmp_path / "flight")
+    shrink_crash(digest, Session(campaign, store, recorder, time.monotonic() + 2))
+    assert time.monotonic() - started < 8
+
+
+# --- minimise -----------------------------------------------------------------------------------------
+
+
+def test_minimise_leaves_no_record_of_a_file_that_is_gone(capsys):
+    found = next(iter(run_campaign(config("mine:Mended")).findings.values()))
+    store, (kept, *others) = Store(Path("corpus")), sorted(Path("corpus/regressions").glob("*.json"))
+    for path in others:
+        path.unlink()
+    entry = load_entry(kept)
+    wide = replace(entry.case, requests=entry.case.requests * 2, num_draft_tokens=9)
+    larger = save_entry("corpus/regressions", replace(entry, case=wide, path=None))
+    for other in store.load().values():
+        store.forget(Signature(other.law, other.backend, other.kind))
+    signature = Signature(found.law, found.backend, found.kind)
+    store.put(signature, replace(found, entry=f"regressions/{larger.name}"))
+    crashes = Path("corpus/crashes")
+    crashes.mkdir()
+    (crashes / "critical-coins-000000000000.json").write_text("{}")
+    capsys.readouterr()
+    assert main(["corpus", "minimise"]) == 0
+    said = capsys.readouterr().out
+    assert f"removed:  {larger.name}" in said
+    assert "crashes/: 1 cases left as they are: they would end this process" in said
+    assert store.get(signature).entry == f"regressions/{kept.name}"
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_minimise_needs_time(seconds, capsys):
+    assert main(["corpus", "minimise", "--seconds", seconds]) == 2
+    assert f"seconds={float(seconds)!r}, but must be > 0" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from treeconv.fuzzing import plan
 from treeconv.fuzzing.crash import HANG, how_it_ended, record_death
 from treeconv.fuzzing.flight import COUNTERS, read_payload, read_status, reset
+from treeconv.fuzzing.lifeline import end_group
 from treeconv.fuzzing.session import Job
 from treeconv.fuzzing.store import Discovery, Store
 
@@ -128,6 +129,7 @@ class _Worker:
         self.log = run / f"worker-{number}.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.is_given_up = False
+        self._is_ended = False
         self._starts: dict[int, int] = {}
 
     def start(self, first: int, crash: str = "") -> None:
@@ -150,12 +152,15 @@ class _Worker:
                 stderr=errors,
                 start_new_session=True,
             )
+        self._is_ended = False
 
     def end(self) -> None:
-        if self.process is None:
+        if self.process is None or self._is_ended:  # its number may be another's by now
             return
+        self._is_ended = True
         if self.process.poll() is None:
             self.process.kill()
+        end_group(self.process.pid)  # its forks, too, and what a backend started
         self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()

@@ -10,7 +10,6 @@ smaller first. When standard input ends the supervisor is gone, and so is the wo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ from treeconv.corpus import load_entry
 from treeconv.errors import LawBroken, TreeconvError
 from treeconv.fuzzing import plan
 from treeconv.fuzzing.flight import FlightRecorder
+from treeconv.fuzzing.lifeline import die_with
 from treeconv.fuzzing.session import Config, Job, Session, TimeIsUp
 from treeconv.fuzzing.signature import signature_of
 from treeconv.fuzzing.store import Store
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["main", "run_job"]
 
 _TRACE_COINS = 12  # beside boundaries, of a recorded trace: its rows are 49152 tokens wide
-_PARENT_DIES = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def _replay(job: Job, session: Session) -> str | None:
@@ -137,9 +136,7 @@ def run_job(job: Job, session: Session) -> str | None:
 
 def _die_with_the_supervisor() -> None:
     """Also where a backend holds the interpreter's lock for ever (Linux); elsewhere, when it lets go."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
+    die_with(os.getppid())
 
     def wait() -> None:
         sys.stdin.buffer.read()
