@@ -63,7 +63,8 @@ def add_commands(command: AddCommand, add_backend: AddBackend) -> None:
         "corpus",
         _corpus,
         "Keep a corpus small. `minimise` makes each case that a campaign found smaller, where its backend"
-        " still breaks on it, and keeps the smallest of those that break alike. Published cases stay.",
+        " still breaks on it, and keeps the smallest of those that break alike. Published cases stay, and"
+        " so does crashes/: backends run in this process, and those cases would end it.",
     )
     corpus.add_argument("action", choices=["minimise"])
     corpus.add_argument("--corpus", type=Path, default=Path("corpus"), metavar="DIR", help="default: corpus")
