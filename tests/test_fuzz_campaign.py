@@ -50,6 +50,10 @@ class Hangs(Sampler):
             time.sleep(1000)
         return super().draw(residual, coin)
 
+class SaysASurrogate(Sampler):
+    def draw(self, residual, coin):
+        raise ValueError("\\ud800 is no character")
+
 class Slow(InclusiveTest):
     def draw(self, residual, coin):
         time.sleep(0.002)
@@ -345,6 +349,18 @@ def test_the_command(capsys):
     capsys.readouterr()
     assert main([*words, "--backend", "eager", "--corpus", "other"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("PASS ")
+
+
+def test_a_message_that_no_file_can_hold_is_a_finding_all_the_same(capsys):
+    words = ["fuzz", "--campaign", "laws", "--seconds", "12", "--workers", "1", "--seed", "5", "--ledger", ""]
+    files = ["--junit", "junit.xml", "--summary", "summary.md"]
+    assert main([*words, *files, "--backend", "planted:SaysASurrogate"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("FAIL ")
+    assert [line for line in lines if "got:      ValueError: \\ud800 is no character" in line]
+    assert not [line for line in lines if line.startswith("could not be done")]
+    assert "ValueError: \\ud800" in ET.parse("junit.xml").getroot().find(".//failure").text
+    assert "ValueError: \\ud800" in Path("summary.md").read_text()
 
 
 @pytest.mark.parametrize(

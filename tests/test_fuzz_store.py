@@ -74,6 +74,15 @@ def claim_in(directory):
     return Store(Path(directory)).claim(SIGNATURE, FOUND)
 
 
+def test_a_lone_surrogate_is_told_as_its_escape(tmp_path):
+    broken = LawBroken(failure("\ud800 raised", "nothing"), law="some-law", backend="mine")
+    signature = signature_of(broken)
+    assert signature.kind == "\\ud800 raised, not nothing".replace("800", "#")
+    store = Store(tmp_path)
+    assert store.claim(signature, Discovery.of(signature, "laws", str(broken)))
+    assert "\\ud800 raised" in store.get(signature).text
+
+
 def failure(got, want, because=""):
     lines = [
         "law broken: some-law",

@@ -324,6 +324,8 @@ def raises(error):
         ),
         (lambda right: replace(right, status=right.status + 7), "status 7 is none of 0, 1, 2, 3"),
         (lambda right: replace(right, status=right.status.float()), "status of shape (1,), torch.float32"),
+        (lambda right: replace(right, predicts=right.predicts.to("meta")), "predicts on device meta"),
+        (raises(ValueError("\ud800")), "got:      ValueError: \\ud800 (raised at"),
         (raises(SystemExit(3)), "got:      SystemExit: 3 (raised at"),
         (raises(Unprintable()), "got:      Unprintable: (a message that cannot be printed) (raised at"),
         (raises(ValueError("one\n  two")), "got:      ValueError: one two (raised at"),

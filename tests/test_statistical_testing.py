@@ -257,8 +257,44 @@ def test_rates_are_split():
         (lambda: EProcess((0.5, 0.5)).update([1]), r"len\(counts\)=1, but must be 2"),
         (lambda: split_rate(0.1, 0), "num_tests=0, but must be an integer >= 1"),
         (lambda: split_rate(1.0, 3), r"total=1.0, but must be in \(0, 1\)"),
+        (lambda: split_rate(None, 3), r"total=None, but must be in \(0, 1\)"),
+        (lambda: binomial_p_value(math.nan, 5, 0.5), "successes=nan, but must be an integer >= 0"),
+        (lambda: binomial_p_value(1, math.inf, 0.5), "trials=inf, but must be an integer >= 0"),
+        (lambda: binomial_p_value("1", 5, 0.5), "successes='1', but must be an integer >= 0"),
+        (lambda: binomial_p_value(1, 2, "half"), r"probability='half', but must be in \[0, 1\]"),
+        (lambda: binomial_p_value(1, 10**400, 0.5), r"but must be at most 2\*\*53"),
+        (lambda: EProcess(["a", "b"]), r"probabilities=\['a', 'b'\], but must be"),
+        (lambda: EProcess((0.5, 0.5)).update(3), "counts=3, but must be a list of integers, one per outcome"),
+        (lambda: EProcess((0.5, 0.5)).update([[1, 2], [3, 4]]), r"counts=\[1, 2\], but must be an integer"),
+        (
+            lambda: EProcess((0.5, 0.5)).update([0, 2**40 + 1]),
+            r"counts in all=.*, but must be at most 2\*\*40",
+        ),
+        (lambda: confidence_sequence(5, 10**15, 0.1), r"trials=.*, but must be at most 2\*\*40"),
+        (lambda: multinomial_p_value(3, [0.5, 0.5]), "counts=3, but must be a list"),
+        (
+            lambda: dkwm_distance([0.5, math.nan], stats.uniform.cdf),
+            r"samples\[1\]=nan, but must be a number",
+        ),
+        (lambda: dkwm_distance(["x"], stats.uniform.cdf), r"samples=\['x'\], but must be numbers"),
+        (lambda: dkwm_distance([0.5], lambda x: x * math.nan), r"cdf\(0.5\)=nan, but must be a probability"),
+        (lambda: dkwm_distance([0.5, 0.6], lambda x: x[0]), r"cdf\(x\) of shape \(\), but must be of x's"),
+        (lambda: min_num_samples_for_dkwm(1e-300, 1e-9, 1e-6), "discrepancy=1e-300, but must be one that"),
     ],
 )
 def test_bad_arguments(call, message):
     with pytest.raises(InvalidArgument, match=message):
         call()
+
+
+def test_evidence_is_right_up_to_the_most_samples_and_refused_beyond():
+    # The exact law of n equal coins in n / 2 and n / 2, by Stirling's series: its error is below 1 / n.
+    n = 2**40
+    process = EProcess((0.5, 0.5))
+    assert process.update([n // 2, n // 2]) == 1
+    exact = 0.5 * math.log(2 / (math.pi * n))  # beta(k + 1/2, k + 1/2) / pi over 2**-n
+    assert process.log_e_value == pytest.approx(exact, abs=0.01)
+    before = process.counts.tolist()
+    with pytest.raises(InvalidArgument, match="counts in all"):
+        process.update([1, 0])
+    assert process.counts.tolist() == before

@@ -36,10 +36,12 @@ __all__ = [
     "bytes_of",
     "call",
     "decide",
+    "encodable",
     "input_tensors",
     "judge_all",
     "measure",
     "outcome_coins",
+    "raised",
     "spread_coins",
     "submit",
 ]
@@ -196,7 +198,7 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
                 tensors.batch, tensors.rows, tensors.temperature, tensors.coins, tensors.depth_cap, **more
             )
     except (Exception, SystemExit) as error:  # noqa: BLE001  # a stranger's sampler may raise anything: that is a finding
-        raise Violation(0, _raised(error), _ANY_DECISION) from None
+        raise Violation(0, raised(error), _ANY_DECISION) from None
     size, slots = tensors.batch.candidates.shape
     shapes = {
         "accept_index": (size, tensors.depth_cap),
@@ -212,22 +214,30 @@ def submit(tensors: CaseTensors, kind: str, backend: Backend) -> VerifyOutput:
         if tuple(part.shape) != shape or part.dtype.is_floating_point or part.dtype is torch.bool:
             found = f"{name} of shape {tuple(part.shape)}, {part.dtype}"
             raise Violation(0, found, f"integers of shape {shape} (batch {size}, {slots} slots)")
+        if part.device != tensors.rows.device:  # else it is read, or compared, where it does not lie
+            want = f"tensors on {tensors.rows.device}, where the inputs are"
+            raise Violation(0, f"{name} on device {part.device}", want)
         if name != "status" and torch.iinfo(part.dtype).bits < 32:
             want = "int32 or int64: token ids and flat indices of a large batch do not fit fewer bits"
             raise Violation(0, f"{name} of {part.dtype}", want)
     return output
 
 
-def _raised(error: BaseException) -> str:
-    """What was raised and where, on one line that a person can read."""
+def encodable(text: str) -> str:
+    """A text that any file can hold: a lone surrogate, which UTF-8 has no bytes for, as its escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def raised(error: BaseException) -> str:
+    """What was raised and where, on one line that a person can read and a file can hold."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     try:
-        said = " ".join(str(error).split())
+        said = encodable(" ".join(str(error).split()))
     except Exception:  # noqa: BLE001  # its own __str__ raised
         said = "(a message that cannot be printed)"
     if len(said) > _LONGEST_MESSAGE:
         said = said[:_LONGEST_MESSAGE] + "..."
-    return f"{type(error).__name__}: {said} (raised at {at.filename}:{at.lineno})"
+    return encodable(f"{type(error).__name__}: {said} (raised at {at.filename}:{at.lineno})")
 
 
 def decide(case: VerifyCase, backend: Backend, device: str) -> list[Observed]:

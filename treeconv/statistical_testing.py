@@ -20,6 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import special
 
+from treeconv._validate_statistics import (
+    MOST_SAMPLES,
+    check_count,
+    check_counts,
+    check_evidence,
+    check_law,
+    check_rate,
+    check_share,
+)
 from treeconv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -44,33 +53,6 @@ __all__ = [
     "split_rate",
 ]
 
-_MOST_SAMPLES = 2**40  # a discrepancy that needs more is refused
-
-
-def _check_rate(name: str, rate: float) -> float:
-    if not 0 < rate < 1:
-        raise InvalidArgument(f"{name}={rate!r}, but must be in (0, 1)")
-    return rate
-
-
-def _check_count(name: str, count: int, at_least: int = 0) -> int:
-    if count < at_least or count != int(count):
-        raise InvalidArgument(f"{name}={count!r}, but must be an integer >= {at_least}")
-    return int(count)
-
-
-def _check_share(name: str, share: float) -> float:
-    if not 0 <= share <= 1:
-        raise InvalidArgument(f"{name}={share!r}, but must be in [0, 1]")
-    return float(share)
-
-
-def _check_law(probabilities: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    law = np.asarray(probabilities, np.float64)
-    if law.ndim != 1 or not law.size or (law < 0).any() or not math.isclose(law.sum(), 1, abs_tol=1e-9):
-        raise InvalidArgument(f"probabilities={law.tolist()!r}, but must be >= 0 and sum to 1")
-    return law
-
 
 def split_rate(total: float, num_tests: int) -> float:
     """The rate that each of several tests may have, so that all together keep ``total``.
@@ -82,7 +64,7 @@ def split_rate(total: float, num_tests: int) -> float:
 
         num_tests: >= 1.
     """
-    return _check_rate("total", total) / _check_count("num_tests", num_tests, 1)
+    return check_rate("total", total) / check_count("num_tests", num_tests, 1)
 
 
 # --- binomial -----------------------------------------------------------------------------------------
@@ -114,11 +96,11 @@ def binomial_p_value(successes: int, trials: int, probability: float) -> float:
 
         probability: of one success, in [0, 1].
     """
-    trials = _check_count("trials", trials)
-    successes = _check_count("successes", successes)
+    trials = check_count("trials", trials)
+    successes = check_count("successes", successes)
     if successes > trials:
         raise InvalidArgument(f"successes={successes!r}, but must be at most trials={trials!r}")
-    p = _check_share("probability", probability)
+    p = check_share("probability", probability)
     tail = min(_at_most(successes, trials, p), _at_least(successes, trials, p))
     return min(1.0, 2 * tail)
 
@@ -157,8 +139,8 @@ def _least(suffices: Callable[[int], bool], what: str) -> int:
     high = 1
     while not suffices(high):
         high *= 2
-        if high > _MOST_SAMPLES:
-            raise InvalidArgument(f"{what}, but must be one that {_MOST_SAMPLES} samples can see")
+        if high > MOST_SAMPLES:
+            raise InvalidArgument(f"{what}, but must be one that {MOST_SAMPLES} samples can see")
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
@@ -186,10 +168,10 @@ def min_num_samples_for_binomial(
     Raises:
         InvalidArgument: no probability is that far away, or more than 2**40 samples would be needed.
     """
-    p = _check_share("probability", probability)
-    _check_rate("discrepancy", discrepancy)
-    _check_rate("false_fail_rate", false_fail_rate)
-    _check_rate("false_pass_rate", false_pass_rate)
+    p = check_share("probability", probability)
+    check_rate("discrepancy", discrepancy)
+    check_rate("false_fail_rate", false_fail_rate)
+    check_rate("false_pass_rate", false_pass_rate)
     if p - discrepancy < 0 and p + discrepancy > 1:
         raise InvalidArgument(f"discrepancy={discrepancy!r}, but must be at most {max(p, 1 - p)!r}")
     return _least(
@@ -216,10 +198,10 @@ def min_discrepancy_of_binomial(
 
     Args: as for :func:`min_num_samples_for_binomial`.
     """
-    p = _check_share("probability", probability)
-    n = _check_count("num_samples", num_samples, 1)
-    _check_rate("false_fail_rate", false_fail_rate)
-    _check_rate("false_pass_rate", false_pass_rate)
+    p = check_share("probability", probability)
+    n = check_count("num_samples", num_samples, 1)
+    check_rate("false_fail_rate", false_fail_rate)
+    check_rate("false_pass_rate", false_pass_rate)
 
     def missed(discrepancy: float) -> bool:
         return _false_pass(n, p, discrepancy, false_fail_rate) > false_pass_rate
@@ -241,10 +223,8 @@ def multinomial_p_value(counts: Sequence[int], probabilities: Sequence[float]) -
 
         probabilities: of each outcome, >= 0 and summing to 1.
     """
-    law = _check_law(probabilities)
-    seen = [_check_count("counts", count) for count in counts]
-    if len(seen) != law.size:
-        raise InvalidArgument(f"len(counts)={len(seen)}, but must be len(probabilities)={law.size}")
+    law = check_law(probabilities)
+    seen = check_counts(counts, law.size, f"len(probabilities)={law.size}")
     total = sum(seen)
     least = min(binomial_p_value(k, total, min(1.0, p)) for k, p in zip(seen, law.tolist(), strict=True))
     return min(1.0, law.size * least)
@@ -257,9 +237,9 @@ def min_num_samples_for_multinomial(
 
     Args: as for :func:`min_num_samples_for_binomial`; ``discrepancy`` is the largest one of any outcome.
     """
-    law = _check_law(probabilities)
-    _check_rate("discrepancy", discrepancy)
-    rate = split_rate(_check_rate("false_fail_rate", false_fail_rate), law.size)
+    law = check_law(probabilities)
+    check_rate("discrepancy", discrepancy)
+    rate = split_rate(check_rate("false_fail_rate", false_fail_rate), law.size)
     reachable = [p for p in set(law.tolist()) if discrepancy <= max(p, 1 - p)]
     if not reachable:
         raise InvalidArgument(f"discrepancy={discrepancy!r}, but must be one that an outcome can have")
@@ -273,8 +253,8 @@ def min_discrepancy_of_multinomial(
 
     Args: as for :func:`min_num_samples_for_multinomial`.
     """
-    law = _check_law(probabilities)
-    rate = split_rate(_check_rate("false_fail_rate", false_fail_rate), law.size)
+    law = check_law(probabilities)
+    rate = split_rate(check_rate("false_fail_rate", false_fail_rate), law.size)
     return max(min_discrepancy_of_binomial(p, num_samples, rate, false_pass_rate) for p in set(law.tolist()))
 
 
@@ -285,19 +265,42 @@ def dkwm_distance(samples: Any, cdf: Callable[[NDArray[np.float64]], NDArray[np.
     """The largest distance between the samples' empirical distribution function and ``cdf``.
 
     Args:
-        samples: numbers.
+        samples: numbers, no NaN.
 
         cdf: P(X <= x) of an array of x, atoms allowed.
+
+    Raises:
+        InvalidArgument: no sample, one that is no number, or a cdf that gives none: any distance from NaN
+            would pass.
     """
-    ordered = np.sort(np.asarray(samples, np.float64).ravel())
-    if not ordered.size:
+    try:
+        flat = np.asarray(samples, np.float64).ravel()
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"samples={samples!r}, but must be numbers") from None
+    if not flat.size:
         raise InvalidArgument("samples=[], but must hold at least one number")
+    if np.isnan(flat).any():
+        at_fault = int(np.isnan(flat).argmax())
+        raise InvalidArgument(f"samples[{at_fault}]=nan, but must be a number: NaN lies nowhere")
+    ordered = np.sort(flat)
     places = np.unique(ordered)
-    at = np.asarray(cdf(places), np.float64)
+    at = _values_of(cdf, places)
     upto = np.searchsorted(ordered, places, side="right") / ordered.size
     before = np.searchsorted(ordered, np.nextafter(places, -np.inf), side="right") / ordered.size
-    just_below = np.asarray(cdf(np.nextafter(places, -np.inf)), np.float64)
+    just_below = _values_of(cdf, np.nextafter(places, -np.inf))
     return float(max(np.abs(upto - at).max(), np.abs(before - just_below).max()))
+
+
+def _values_of(
+    cdf: Callable[[NDArray[np.float64]], NDArray[np.float64]], places: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    values = np.asarray(cdf(places), np.float64)
+    if values.shape != places.shape:
+        raise InvalidArgument(f"cdf(x) of shape {values.shape}, but must be of x's, {places.shape}")
+    if np.isnan(values).any():
+        place = float(places[np.isnan(values).argmax()])
+        raise InvalidArgument(f"cdf({place!r})=nan, but must be a probability")
+    return values
 
 
 def dkwm_bound(num_samples: int, false_fail_rate: float) -> float:
@@ -306,8 +309,8 @@ def dkwm_bound(num_samples: int, false_fail_rate: float) -> float:
     ``sqrt(log(2 / rate) / (2 n))``: Massart, "The tight constant in the Dvoretzky-Kiefer-Wolfowitz
     inequality", Ann. Probab. 18 (1990).
     """
-    n = _check_count("num_samples", num_samples, 1)
-    return math.sqrt(math.log(2 / _check_rate("false_fail_rate", false_fail_rate)) / (2 * n))
+    n = check_count("num_samples", num_samples, 1)
+    return math.sqrt(math.log(2 / check_rate("false_fail_rate", false_fail_rate)) / (2 * n))
 
 
 def min_discrepancy_of_dkwm(num_samples: int, false_fail_rate: float, false_pass_rate: float) -> float:
@@ -316,9 +319,18 @@ def min_discrepancy_of_dkwm(num_samples: int, false_fail_rate: float, false_pass
 
 
 def min_num_samples_for_dkwm(discrepancy: float, false_fail_rate: float, false_pass_rate: float) -> int:
-    """Samples with which ``dkwm_distance > dkwm_bound(n, false_fail_rate)`` sees ``discrepancy``."""
-    _check_rate("discrepancy", discrepancy)
-    return math.ceil((min_discrepancy_of_dkwm(1, false_fail_rate, false_pass_rate) / discrepancy) ** 2)
+    """Samples with which ``dkwm_distance > dkwm_bound(n, false_fail_rate)`` sees ``discrepancy``.
+
+    Raises:
+        InvalidArgument: a rate outside (0, 1), or more than 2**40 samples would be needed.
+    """
+    check_rate("discrepancy", discrepancy)
+    ratio = min_discrepancy_of_dkwm(1, false_fail_rate, false_pass_rate) / discrepancy
+    if ratio > math.sqrt(MOST_SAMPLES):
+        raise InvalidArgument(
+            f"discrepancy={discrepancy!r}, but must be one that {MOST_SAMPLES} samples can see"
+        )
+    return math.ceil(ratio**2)
 
 
 # --- looked at all the time ---------------------------------------------------------------------------
@@ -342,6 +354,9 @@ class EProcess:
     if the claim is right, so it *ever* reaches 1 / a with a chance of at most a (Ville's inequality). With
     two outcomes it is the beta-binomial mixture martingale (Robbins, Ann. Math. Statist. 41, 1970).
 
+    It takes at most 2**40 samples in all: its logarithm is a difference of log-gammas, off by less than 0.01
+    up to there, by 10 at 2**50.
+
     Args:
         probabilities: of each outcome, >= 0 and summing to 1.
     """
@@ -352,7 +367,7 @@ class EProcess:
     p_value: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
-        self._law = _check_law(self.probabilities)
+        self._law = check_law(self.probabilities)
         self.counts = np.zeros(self._law.size, np.int64)
 
     def update(self, counts: Sequence[int] | NDArray[np.int64]) -> float:
@@ -360,10 +375,12 @@ class EProcess:
 
         Returns:
             The p-value so far, the least of all looks: at most a with a chance of at most a, ever.
+
+        Raises:
+            InvalidArgument: not one count >= 0 per outcome, or more than 2**40 samples in all.
         """
-        new = [_check_count("counts", count) for count in np.asarray(counts).tolist()]
-        if len(new) != self._law.size:
-            raise InvalidArgument(f"len(counts)={len(new)}, but must be {self._law.size}, one per outcome")
+        new = check_counts(counts, self._law.size, f"{self._law.size}, one per outcome")
+        check_evidence("counts in all", int(self.counts.sum()) + sum(new))
         self.counts = self.counts + np.array(new, np.int64)
         self.log_e_value = float(_log_evidence(self.counts, self._law))
         self.p_value = min(self.p_value, math.exp(-max(0.0, min(self.log_e_value, 700.0))))
@@ -379,10 +396,10 @@ def min_num_samples_for_e_process(
 
     Args: as for :func:`min_num_samples_for_binomial`.
     """
-    p = _check_share("probability", probability)
-    _check_rate("discrepancy", discrepancy)
-    threshold = -math.log(_check_rate("false_fail_rate", false_fail_rate))
-    _check_rate("false_pass_rate", false_pass_rate)
+    p = check_share("probability", probability)
+    check_rate("discrepancy", discrepancy)
+    threshold = -math.log(check_rate("false_fail_rate", false_fail_rate))
+    check_rate("false_pass_rate", false_pass_rate)
     others = [q for q in (p - discrepancy, p + discrepancy) if 0 <= q <= 1]
     if not others:
         raise InvalidArgument(f"discrepancy={discrepancy!r}, but must be at most {max(p, 1 - p)!r}")
@@ -421,15 +438,16 @@ def confidence_sequence(successes: int, trials: int, false_fail_rate: float) -> 
     Args:
         successes: in [0, trials].
 
-        trials: >= 0; none gives (0, 1).
+        trials: at most 2**40 (see :class:`EProcess`); none gives (0, 1).
 
         false_fail_rate: the chance that the truth *ever* lies outside, in (0, 1).
     """
-    trials = _check_count("trials", trials)
-    successes = _check_count("successes", successes)
+    trials = check_count("trials", trials)
+    successes = check_count("successes", successes)
     if successes > trials:
         raise InvalidArgument(f"successes={successes!r}, but must be at most trials={trials!r}")
-    threshold = -math.log(_check_rate("false_fail_rate", false_fail_rate))
+    check_evidence("trials", trials)
+    threshold = -math.log(check_rate("false_fail_rate", false_fail_rate))
     if trials == 0:
         return 0.0, 1.0
 

@@ -26,7 +26,8 @@ def add_commands(command: AddCommand, add_backend: AddBackend) -> None:
         _fuzz,
         "Search for faults for as long as you like. Replays the corpus, then searches; what is found is saved"
         " at once, shrunk into CORPUS/regressions/ and printed with a replay line. Ctrl-C and kill lose"
-        " nothing; several may run on one corpus. Exit code 1 if anything was found that no ledger explains.",
+        " nothing; several may run on one corpus. Exit code 1 if anything was found that no ledger explains,"
+        " 2 if something could not be judged; the last line is the verdict: PASS, FAIL or INCOMPLETE.",
     )
     add_backend(fuzz, "default: every backend that can run on the device")
     fuzz.add_argument("--seconds", type=float, default=60.0, metavar="N", help="how long (default: 60)")
@@ -62,7 +63,8 @@ def add_commands(command: AddCommand, add_backend: AddBackend) -> None:
         "corpus",
         _corpus,
         "Keep a corpus small. `minimise` makes each case that a campaign found smaller, where its backend"
-        " still breaks on it, and keeps the smallest of those that break alike. Published cases stay.",
+        " still breaks on it, and keeps the smallest of those that break alike. Published cases stay, and"
+        " so does crashes/: backends run in this process, and those cases would end it.",
     )
     corpus.add_argument("action", choices=["minimise"])
     corpus.add_argument("--corpus", type=Path, default=Path("corpus"), metavar="DIR", help="default: corpus")
@@ -78,15 +80,16 @@ def _fuzz(options: argparse.Namespace) -> int:
     from treeconv.fuzzing.supervise import run_campaign  # noqa: PLC0415
 
     device = suite.check_device(options.device)
-    for name in ("seconds", "timeout"):
-        if not getattr(options, name) > 0:
-            raise InvalidArgument(f"{name}={getattr(options, name)!r}, but must be > 0")
+    _check_positive(options, "seconds", "timeout")
     for name in ("workers", "rounds"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InvalidArgument(f"{name}={value!r}, but must be >= 1")
     campaigns = plan.check_campaigns(options.campaign, device)
     load_ledger(options.ledger)
+    _check_corpus(options.corpus)
+    for name in ("junit", "summary"):
+        _check_report(name, getattr(options, name))
     needs_backend = set(campaigns) != {"parsers"}
     backends = _backend_names(options.backend, device) if needs_backend else ()
     workers = options.workers or (1 if device.startswith("cuda") else os.cpu_count() or 1)
@@ -110,14 +113,47 @@ def _fuzz(options: argparse.Namespace) -> int:
     display = report.Display(str(options.corpus))
     result = run_campaign(config, display.progress, display.finding)
     display.clear()
-    report.write_reports(result, options.junit, options.summary)
-    errors = [(job.job, error) for job in result.jobs for error in job.errors]
-    for job, error in errors:
+    for line in report.lines_about_before(result):
+        print(line)  # noqa: T201
+    for job, error in result.errors:
         print(f"could not be done: {job}: {error}")  # noqa: T201
+    try:
+        report.write_reports(result, options.junit, options.summary)
+    except OSError as error:  # the directory was there when we began
+        print(f"could not be written: {error}")  # noqa: T201
+        code = 2
+    else:
+        code = 2 if result.is_incomplete else 0
     print(report.verdict_line(result))  # noqa: T201
-    if result.interrupted:
-        return 130
-    return 1 if result.unknown else 2 if errors else 0
+    return 130 if result.interrupted else 1 if result.unknown else code
+
+
+def _check_positive(options: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if not getattr(options, name) > 0:
+            raise InvalidArgument(f"{name}={getattr(options, name)!r}, but must be > 0")
+
+
+def _check_corpus(path: Path) -> None:
+    """Whether the corpus is a directory that can be written to, or can become one."""
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InvalidArgument(
+            f"corpus={str(path)!r}, but must be a directory, or a name where one can be made"
+        )
+
+
+def _check_report(name: str, path: Path | None) -> None:
+    """Whether a report can be written: said before the campaign, not after it."""
+    if path is None:
+        return
+    can = os.access(path, os.W_OK) if path.exists() else os.access(path.absolute().parent, os.W_OK)
+    if path.is_dir() or not path.absolute().parent.is_dir() or not can:
+        raise InvalidArgument(
+            f"{name}={str(path)!r}, but must be a file in a directory that exists and may be written to"
+        )
 
 
 def _backend_names(names: list[str], device: str) -> tuple[str, ...]:
@@ -143,6 +179,7 @@ def _corpus(options: argparse.Namespace) -> int:
     from treeconv.fuzzing.minimise import minimise  # noqa: PLC0415
 
     device = suite.check_device(options.device)
+    _check_positive(options, "seconds")
     for line in minimise(options.corpus, device, options.seconds, dry_run=options.dry_run):
         print(line)  # noqa: T201
     return 0

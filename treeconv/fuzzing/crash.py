@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from treeconv.case import VerifyCase
 from treeconv.corpus import load_entry
 from treeconv.errors import LawBroken
+from treeconv.fuzzing.lifeline import die_with
 from treeconv.fuzzing.session import saver
 from treeconv.fuzzing.signature import Signature
 from treeconv.fuzzing.store import Discovery
@@ -126,7 +127,8 @@ def shrink_crash(digest: str, session: Session) -> None:
     until = min(time.monotonic() + _SHRINK_SECONDS, session.deadline)
 
     def run(smaller: VerifyCase) -> None:
-        how = _in_a_fork(lambda: _judge(smaller, found, session), session.config.timeout)
+        left = min(session.config.timeout, until - time.monotonic())
+        how = _in_a_fork(lambda: _judge(smaller, found, session), left)
         if how == found.kind:
             raise _Death(found.law, found.backend, how, smaller).broken()
 
@@ -157,20 +159,27 @@ def _judge(case: VerifyCase, found: Discovery, session: Session) -> None:
 
 
 def _in_a_fork(call: Callable[[], object], timeout: float) -> str:
-    """How a call ends its process; "" where it does not."""
+    """How a call ends its process; "" where it does not. The process ends with this one at the latest."""
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
+            die_with(parent)
             call()
         finally:
             os._exit(0)
     until = time.monotonic() + timeout
-    while time.monotonic() < until:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            return how_it_ended(code) if code else ""
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    is_done = False
+    try:
+        while time.monotonic() < until:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                is_done = True
+                code = os.waitstatus_to_exitcode(status)
+                return how_it_ended(code) if code else ""
+            time.sleep(0.002)
+    finally:
+        if not is_done:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     return HANG

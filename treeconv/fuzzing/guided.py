@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treeconv.fuzzing.lifeline import die_with
+
 if TYPE_CHECKING:
     from treeconv.fuzzing.session import Session
 
@@ -122,6 +124,7 @@ def _count(text: str, session: Session, before: dict[str, int], entries: int) ->
 
 def _run_atheris(name: str, seed: int, runs: int, seconds: int, corpus: Path, campaign_seed: str) -> None:
     """In the process of its own; never returns."""
+    die_with(os.getppid())
     import atheris  # noqa: PLC0415
 
     with atheris.instrument_imports(include=list(_INSTRUMENTED), enable_loader_override=False):

@@ -30,6 +30,9 @@ _OURS = "found by the campaign"  # begins the note of what a campaign stored
 def minimise(corpus: Path, device: str, seconds: float, *, dry_run: bool = False) -> Iterator[str]:
     """Make ``regressions/`` smaller; a published case, or one that a person described, is never touched.
 
+    Backends are called in this process. So ``crashes/`` is left as it is: those cases would end it. They were
+    shrunk in forks when they were found.
+
     Args:
         corpus: the corpus directory.
 
@@ -45,11 +48,12 @@ def minimise(corpus: Path, device: str, seconds: float, *, dry_run: bool = False
     Raises:
         CorpusError: no such directory.
     """
-    shelf = Path(corpus) / "regressions"
+    corpus = Path(corpus).absolute()  # a backend may call os.chdir
+    shelf = corpus / "regressions"
     if not shelf.is_dir():
         raise CorpusError(f"{shelf}: no such directory")
     until = time.monotonic() + seconds
-    store = Store(Path(corpus))
+    store = Store(corpus)
     kept: dict[Signature, Path] = {}
     removed = changed = 0
     paths = sorted(shelf.glob("*.json"), key=lambda path: path.stat().st_size)
@@ -68,11 +72,14 @@ def minimise(corpus: Path, device: str, seconds: float, *, dry_run: bool = False
             continue
         failure, backend = broken
         signature = signature_of(failure)
+        if kept.get(signature) == path:  # what a larger one became
+            continue
         if signature in kept:
             yield f"removed:  {path.name}: breaks as {kept[signature].name} does"
             removed += 1
             if not dry_run:
                 path.unlink()
+                _now_at(store, path, kept[signature])
             continue
         kept[signature] = path
         if not isinstance(entry.case, VerifyCase):
@@ -85,12 +92,24 @@ def minimise(corpus: Path, device: str, seconds: float, *, dry_run: bool = False
         if not dry_run:
             kept[signature] = save_entry(shelf, replace(entry, case=smaller.case, path=None))
             path.unlink()
+            _now_at(store, path, kept[signature])
             found = store.get(signature)
             if found is not None:
                 store.put(
                     signature, replace(found, text=str(smaller), entry=f"regressions/{kept[signature].name}")
                 )
+    crashes = len(list((corpus / "crashes").glob("*.json")))
+    if crashes:
+        yield f"crashes/: {crashes} cases left as they are: they would end this process"
     yield f"{len(paths)} cases: {changed} made smaller, {removed} removed" + (" (dry run)" if dry_run else "")
+
+
+def _now_at(store: Store, gone: Path, kept: Path) -> None:
+    """Let the records that name a file which is gone name the one that was kept in its place."""
+    before, after = (path.relative_to(store.corpus).as_posix() for path in (gone, kept))
+    for found in store.load().values():
+        if found.entry == before:
+            store.put(Signature(found.law, found.backend, found.kind), replace(found, entry=after))
 
 
 def _size(case: VerifyCase) -> str:

@@ -62,6 +62,24 @@ def finding_text(found: Discovery, corpus: str) -> str:
     return "\n".join([*lines, f"  replay:   {replay_line(found, corpus)}"])
 
 
+def closed(result: Result) -> list[str]:
+    """Findings that an earlier campaign left unshrunk and that are none any more: why, a line each."""
+    of_shrinking = [job.skipped for job in result.jobs if job.job.campaign == "shrink"]
+    return [reason for reason in of_shrinking if reason.startswith("closed: ")]
+
+
+def lines_about_before(result: Result) -> list[str]:
+    """What became of earlier campaigns' findings: those met again, in short, and those that were closed."""
+    lines = []
+    for digest, found in result.findings.items():
+        if digest not in result.new:
+            on = f" on {found.backend}" if found.backend else ""
+            known = f" (known: {found.known})" if found.known else ""
+            lines.append(f"met again: {found.law}{on}: {found.kind}{known}")
+            lines.append(f"  replay:   {replay_line(found, result.config.corpus)}")
+    return lines + closed(result)
+
+
 class Display:
     """The live line on standard error, findings on standard output.
 
@@ -111,13 +129,15 @@ class Display:
 
 
 def verdict_line(result: Result) -> str:
-    """The last line of a campaign."""
+    """The last line of a campaign: FAIL, INCOMPLETE where something was not judged, or PASS."""
     cases = result.progress.counters["cases"]
     known = len(result.findings) - len(result.unknown)
-    verdict = "FAIL" if result.unknown else "PASS"
+    verdict = "FAIL" if result.unknown else "INCOMPLETE" if result.is_incomplete else "PASS"
     words = f"{len(result.unknown)} findings, {len(result.new)} of them new, {known} known faults"
     if not result.unknown:
         words = f"0 findings, {known} known faults"
+    if result.errors:
+        words += f", {len(result.errors)} jobs could not be done"
     seconds = result.progress.seconds
     return f"{verdict} {cases} cases in {seconds:.0f} s ({result.progress.per_second:,.0f}/s), {words}"
 
@@ -168,6 +188,10 @@ def junit_xml(result: Result) -> bytes:
         )
         failure = ET.SubElement(case, "failure", message=_clean(found.kind))
         failure.text = _clean(finding_text(found, result.config.corpus))
+    if result.is_incomplete and not failures + errors:
+        errors += 1
+        case = ET.SubElement(suite, "testcase", classname="fuzz", name="campaign")
+        ET.SubElement(case, "error", message="nothing was judged").text = verdict_line(result)
     counts = {"tests": len(suite), "failures": failures, "errors": errors, "skipped": skipped}
     for name, count in counts.items():
         suite.set(name, str(count))
@@ -212,6 +236,8 @@ def markdown_summary(result: Result) -> str:
             lines += [f"### `{found.law}`{on}: {found.kind}{new}", "", "```text"]
             lines += finding_text(found, config.corpus).splitlines()[:_TEXT_LIMIT]
             lines += ["```", ""]
+    if closed(result):
+        lines += ["## Closed", "", *(f"* {reason.removeprefix('closed: ')}" for reason in closed(result)), ""]
     lines += ["## Searched", "", "| campaign | subject | backend | rounds | cases | seconds | outcome |"]
     lines.append("| --- | --- | --- | ---: | ---: | ---: | --- |")
     for job, mine in _jobs_with_findings(result):
@@ -224,10 +250,9 @@ def markdown_summary(result: Result) -> str:
         )
     replayed = [job for job in result.jobs if job.job.campaign == "replay"]
     lines += ["", f"Stored cases replayed first: {len(replayed)}.", ""]
-    errors = [(job.job, error) for job in result.jobs for error in job.errors]
-    if errors:
+    if result.errors:
         lines += ["## Could not be done", ""]
-        for job_, error in errors[:_SHOWN_ERRORS]:
+        for job_, error in result.errors[:_SHOWN_ERRORS]:
             lines += [f"{job_}:", "", "```text", error.strip(), "```", ""]
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.case import Request
+    from treeconv.fuzzing.store import Discovery
 
 __all__ = ["aims", "explore", "search_law"]
 
@@ -233,40 +235,89 @@ def shrink_stored(digest: str, session: Session) -> str | None:
     """Take up a finding that a worker before left unshrunk.
 
     Returns:
-        Why nothing was done, or None.
+        Why it was not shrunk, or None; beginning with "closed: " where it is no finding any more.
     """
-    from treeconv.corpus import load_entry  # noqa: PLC0415
-    from treeconv.replay import law_of, replay_entry  # noqa: PLC0415
-
     found = session.store.load().get(digest)
     if found is None or found.state != "raw" or not found.entry:
         return "shrunk already, or nothing to shrink"
-    entry = load_entry(session.store.corpus / found.entry)
+    signature = Signature(found.law, found.backend, found.kind)
+    what = f"closed: {found.law}" + (f" on {found.backend}" if found.backend else "")
+    path = session.store.corpus / found.entry
+    if not path.exists():
+        session.store.forget(signature)
+        return f"{what}: its case is gone"
+    again, smaller, keep = (_stored_input if path.suffix == ".input" else _stored_case)(path, found, session)
+    try:
+        again()
+    except LawBroken as error:
+        error.path = None
+        broken = error
+    else:
+        kept = session.relative(keep(session.store.corpus / "regressions"))
+        session.store.forget(signature)
+        return f"{what}: its law is kept now; {kept} is replayed from now on"
+    finally:
+        session.recorder.idle()
+    session.recorder.add("cases")
+    actual = signature_of(broken)
+    if actual == signature:
+        session.found.append(digest)
+    else:
+        is_new = session.claim(found.campaign, broken, **found.origin) is not None
+        session.store.forget(signature)
+        if not is_new:
+            return f"{what}: breaks otherwise now: {actual.kind}"
+    session.settle(found.campaign, actual, smaller(broken, actual), **found.origin)
+    return None
+
+
+def _stored_case(
+    path: Path, found: Discovery, session: Session
+) -> tuple[Callable[[], object], Callable[[LawBroken, Signature], LawBroken], Callable[[Path], Path]]:
+    """How to judge a stored case again, to make it smaller, and to put it on a shelf."""
+    from treeconv.corpus import load_entry, save_entry  # noqa: PLC0415
+    from treeconv.replay import law_of, replay_entry  # noqa: PLC0415
+
+    entry = load_entry(path)
     law = law_of(entry)
     backend = session.backend(found.backend) if found.backend else None
-    signature = Signature(found.law, found.backend, found.kind)
-    session.found.append(digest)
 
-    def run(case: Any) -> None:
-        session.begin_case((found.campaign, found.law, found.backend, case))
-        try:
-            law.run(case, backend, session.config.device) if isinstance(law, Law) else None  # type: ignore[arg-type]
-        except LawBroken as error:
-            if signature_of(error) == signature:
-                raise
-        finally:
-            session.recorder.idle()
-        session.recorder.add("cases")
+    def again() -> object:
+        session.begin_case((found.campaign, found.law, found.backend, entry.case))
+        return replay_entry(entry, backend, session.config.device)
 
-    try:
-        replay_entry(entry, backend, session.config.device)
-    except LawBroken as error:
-        if signature_of(error) != signature:
-            return f"breaks otherwise now: {signature_of(error).kind}"
-        error.path = None
-        smaller = (
-            shrink(error, run, values=True, should_stop=lambda: session.is_over) if error.case else error
-        )
-        session.settle(found.campaign, signature, smaller, **found.origin)
-        return None
-    return "its law is kept now"
+    def smaller(broken: LawBroken, signature: Signature) -> LawBroken:
+        def run(case: Any) -> None:
+            session.begin_case((found.campaign, found.law, found.backend, case))
+            try:
+                law.run(case, backend, session.config.device) if isinstance(law, Law) else None  # type: ignore[arg-type]
+            except LawBroken as error:
+                if signature_of(error) == signature:
+                    raise
+            finally:
+                session.recorder.idle()
+            session.recorder.add("cases")
+
+        if not broken.case:
+            return broken
+        return shrink(broken, run, values=True, should_stop=lambda: session.is_over)
+
+    return again, smaller, lambda shelf: save_entry(shelf, replace(entry, path=None))
+
+
+def _stored_input(
+    path: Path, found: Discovery, session: Session
+) -> tuple[Callable[[], object], Callable[[LawBroken, Signature], LawBroken], Callable[[Path], Path]]:
+    """The same of an input that broke a parser."""
+    from treeconv.fuzzing.parsers import load_input, save_input  # noqa: PLC0415
+
+    parser, value = load_input(path)
+
+    def again() -> object:
+        session.begin_case((found.campaign, parser.name, None, value))
+        return parser.run(value)
+
+    def smaller(broken: LawBroken, signature: Signature) -> LawBroken:
+        return shrink_input(parser, broken, signature, lambda: session.is_over)
+
+    return again, smaller, lambda shelf: save_input(shelf, parser.name, value)

@@ -6,12 +6,12 @@ import hashlib
 import importlib
 import sys
 import time
-import traceback
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treeconv._drive import raised
 from treeconv.corpus import CorpusEntry, save_entry
 from treeconv.errors import InvalidArgument, LawBroken
 from treeconv.fuzzing.signature import Signature, signature_of
@@ -119,10 +119,12 @@ def load_ledger(name: str) -> Ledger:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        if name == _OWN_LEDGER:
+    except Exception as error:  # noqa: BLE001  # a stranger's module may raise anything; "" and ".." name none
+        if name == _OWN_LEDGER and isinstance(error, ImportError | AttributeError):
             return Ledger(())
-        raise InvalidArgument(f"ledger={name!r}, but must be module:attribute: {error}") from None
+        raise InvalidArgument(
+            f"ledger={name!r}, but must be module:attribute: {type(error).__name__}: {error}"
+        ) from None
     if not isinstance(found, Ledger):
         raise InvalidArgument(f"ledger={name!r} is a {type(found).__name__}, but must be a treeconv Ledger")
     return found
@@ -255,12 +257,11 @@ def saver(error: LawBroken, campaign: str) -> Callable[[Path], Path] | None:
 
 def as_broken(error: Exception, law: str, meaning: str, backend: str | None, case: Any) -> LawBroken:
     """An error of our own, met while a case was judged: a finding like any other, about us."""
-    at = traceback.extract_tb(error.__traceback__)[-1]
     lines = [
         f"law broken: {law}",
         f"  meaning:  {meaning}",
         f"  backend:  {backend or 'none'}",
-        f"  got:      {type(error).__name__}: {error} (raised at {at.filename}:{at.lineno})",
+        f"  got:      {raised(error)}",
         "  want:     a verdict: this is treeconv's own fault",
     ]
     return LawBroken("\n".join(lines), law=law, backend=backend, case=case)

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from treeconv._drive import encodable
+
 if TYPE_CHECKING:
     from treeconv.errors import LawBroken
 
@@ -54,6 +56,7 @@ def _without_numbers(text: str) -> str:
 
 def kind_of(text: str) -> str:
     """How a law was broken, from the failure's own text, so that larger and smaller cases of it agree."""
+    text = encodable(text)
     got, want, because = (_field(text, name) for name in ("got", "want", "because"))
     paths = [_PATH.search(part) for part in (got, want)]
     if not paths[0] or not paths[1]:

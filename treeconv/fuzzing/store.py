@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeconv._corpus_codec import atomic_write
+from treeconv._drive import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,7 @@ class Discovery:
     @classmethod
     def of(cls, signature: Signature, campaign: str, text: str, **more: Any) -> Discovery:
         """A finding with this signature."""
-        return cls(signature.law, signature.backend, signature.kind, campaign, text, **more)
+        return cls(signature.law, signature.backend, signature.kind, campaign, encodable(text), **more)
 
 
 class Store:
@@ -148,9 +149,20 @@ class Store:
             found, raw = replace(found, entry=raw), ""
         found = replace(found, state="done")
         self.put(signature, found)
-        if raw.startswith(".fuzz/raw/"):
-            (self.corpus / raw).unlink(missing_ok=True)
+        self._drop_raw(raw)
         return found
+
+    def forget(self, signature: Signature) -> None:
+        """Remove a record, and its case where that was not shrunk: the failure is none any more."""
+        found = self.get(signature)
+        self._path(signature).unlink(missing_ok=True)
+        if found is not None:
+            self._drop_raw(found.entry)
+
+    def _drop_raw(self, entry: str) -> None:
+        """Remove an unshrunk case that no record names."""
+        if entry.startswith(".fuzz/raw/") and all(other.entry != entry for other in self.load().values()):
+            (self.corpus / entry).unlink(missing_ok=True)
 
     def put(self, signature: Signature, found: Discovery) -> None:
         """Write a record over the one that is there."""

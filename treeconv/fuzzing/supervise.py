@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeconv.fuzzing import plan
 from treeconv.fuzzing.crash import HANG, how_it_ended, record_death
 from treeconv.fuzzing.flight import COUNTERS, read_payload, read_status, reset
+from treeconv.fuzzing.lifeline import end_group
 from treeconv.fuzzing.session import Job
 from treeconv.fuzzing.store import Discovery, Store
 
@@ -107,6 +108,16 @@ class Result:
         """Findings that no entry of the ledger explains: they fail a run."""
         return {digest: found for digest, found in self.findings.items() if not found.known}
 
+    @property
+    def errors(self) -> list[tuple[Job, str]]:
+        """What could not be done, and why."""
+        return [(job.job, error) for job in self.jobs for error in job.errors]
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something could not be judged, or nothing was."""
+        return bool(self.errors) or not (self.progress.counters["cases"] or self.findings)
+
 
 class _Worker:
     """One worker process and the files that it leaves."""
@@ -118,6 +129,7 @@ class _Worker:
         self.log = run / f"worker-{number}.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.is_given_up = False
+        self._is_ended = False
         self._starts: dict[int, int] = {}
 
     def start(self, first: int, crash: str = "") -> None:
@@ -140,12 +152,15 @@ class _Worker:
                 stderr=errors,
                 start_new_session=True,
             )
+        self._is_ended = False
 
     def end(self) -> None:
-        if self.process is None:
+        if self.process is None or self._is_ended:  # its number may be another's by now
             return
+        self._is_ended = True
         if self.process.poll() is None:
             self.process.kill()
+        end_group(self.process.pid)  # its forks, too, and what a backend started
         self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -172,6 +187,8 @@ def run_campaign(
     Raises:
         OSError: the corpus directory cannot be written to.
     """
+    asked = config  # reports name the corpus so; whoever calls os.chdir must not move it
+    config = replace(config, corpus=str(Path(config.corpus).absolute()))
     store = Store(Path(config.corpus))
     before = frozenset(store.load())
     stored = plan.stored_jobs(store, config.backends)
@@ -199,7 +216,7 @@ def run_campaign(
         findings = {
             digest: found for digest, found in store.load().items() if digest in met or digest not in before
         }
-        return Result(config, findings, frozenset(findings) - before, jobs, campaign.progress, interrupted)
+        return Result(asked, findings, frozenset(findings) - before, jobs, campaign.progress, interrupted)
 
 
 class _Campaign:

@@ -10,7 +10,6 @@ smaller first. When standard input ends the supervisor is gone, and so is the wo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -22,10 +21,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treeconv._drive import encodable
 from treeconv.corpus import load_entry
 from treeconv.errors import LawBroken, TreeconvError
 from treeconv.fuzzing import plan
 from treeconv.fuzzing.flight import FlightRecorder
+from treeconv.fuzzing.lifeline import die_with
 from treeconv.fuzzing.session import Config, Job, Session, TimeIsUp
 from treeconv.fuzzing.signature import signature_of
 from treeconv.fuzzing.store import Store
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["main", "run_job"]
 
 _TRACE_COINS = 12  # beside boundaries, of a recorded trace: its rows are 49152 tokens wide
-_PARENT_DIES = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def _replay(job: Job, session: Session) -> str | None:
@@ -136,9 +136,7 @@ def run_job(job: Job, session: Session) -> str | None:
 
 def _die_with_the_supervisor() -> None:
     """Also where a backend holds the interpreter's lock for ever (Linux); elsewhere, when it lets go."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
+    die_with(os.getppid())
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -168,6 +166,8 @@ def main(run: Path, number: int, first: int, crash: str = "") -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workers))
     recorder = FlightRecorder(run / f"worker-{number}.flight")
     session = Session(config, Store(Path(config.corpus)), recorder, document["deadline"])
+    with contextlib.suppress(TreeconvError):
+        _ = session.ledger  # imported before a backend is called, which may go to another directory
     log = _log_to(run / f"worker-{number}.log")
     if crash:
         from treeconv.fuzzing.crash import shrink_crash  # noqa: PLC0415
@@ -193,9 +193,9 @@ def main(run: Path, number: int, first: int, crash: str = "") -> None:
         except TimeIsUp:
             event["outcome"] = "cut short"
         except TreeconvError as error:
-            event |= {"outcome": "error", "why": str(error)}
+            event |= {"outcome": "error", "why": encodable(str(error))}
         except Exception:  # noqa: BLE001  # one job must not stop the others; it is reported
-            event |= {"outcome": "error", "why": traceback.format_exc(limit=-4)}
+            event |= {"outcome": "error", "why": encodable(traceback.format_exc(limit=-4))}
         recorder.idle()
         event |= {
             "cases": recorder.counters["cases"] - before,
