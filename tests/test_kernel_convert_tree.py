@@ -248,11 +248,11 @@ def test_refuses_what_it_cannot_take():
     small = convert_tree(parents, parents)
     with pytest.raises(InvalidArgument, match=r"out.candidates="):
         convert_tree(*[torch.zeros((2, 2), dtype=torch.int64, device=DEVICE)] * 2, out=small)
-    with pytest.raises(InvalidArgument, match="parents is a list, but must be a torch.Tensor"):
+    with pytest.raises(InvalidArgument, match="parents is a list, but must be a torch"):
         convert_tree([[-1, 0]], parents)
-    with pytest.raises(InvalidArgument, match="token_ids is a list, but must be a torch.Tensor"):
+    with pytest.raises(InvalidArgument, match="token_ids is a list, but must be a torch"):
         convert_tree(parents, [[9, 1]])
-    with pytest.raises(InvalidArgument, match="sizes is a list, but must be a torch.Tensor"):
+    with pytest.raises(InvalidArgument, match="sizes is a list, but must be a torch"):
         convert_tree(parents, parents, sizes=[2])
     with pytest.raises(InvalidArgument, match="out is a VerifyInput, but must be DeviceTrees"):
         convert_tree(parents, parents, out=small.batch)
