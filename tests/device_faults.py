@@ -314,7 +314,7 @@ def mask_of_the_first_tree(right):
 
 
 def prefixes_of_the_buffers(right):
-    """Buffers that are used again keep the prefixes of the call before, so that coins drawn by seeds repeat."""
+    """Buffers used again keep the prefixes of the call before, so that coins drawn by seeds repeat."""
 
     def convert_tree(*call):
         out = call[6] if len(call) > 6 else None

@@ -462,3 +462,12 @@ def test_coins_that_require_grad_are_read_all_the_same(size):
     checked = check_coins(coins, batch)
     assert checked.accept.tolist() == [[0.5]] * size
     assert not checked.final.requires_grad
+
+
+@pytest.mark.parametrize("pointer", ["retrieve_next_token", "retrieve_next_sibling"])
+def test_pointers_of_padding_may_hold_anything(pointer):
+    """Nothing leads there, so no walk follows them: an index behind the slots is not looked up either."""
+    batch = to_verify_input([DraftTree((-1, 0), (0, 1))], 4)
+    want = verify(batch, torch.zeros(1, 4, 8), 0.0).tokens
+    getattr(batch, pointer)[0, 3] = 99
+    assert verify(batch, torch.zeros(1, 4, 8), 0.0).tokens == want == [[0]]

@@ -237,7 +237,7 @@ def _check_tokens(batch: VerifyInput, vocab_size: int) -> None:
     tokens = batch.candidates.numpy()
     first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
     for pointer in (first, sibling):
-        request, node = np.nonzero(pointer >= 0)
+        request, node = np.nonzero((pointer >= 0) & (pointer < tokens.shape[1]))  # only padding's are behind
         child = pointer[request, node]
         drafted = tokens[request, child]
         if drafted.min(initial=0) < 0 or drafted.max(initial=0) >= vocab_size:
