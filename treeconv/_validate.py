@@ -33,7 +33,6 @@ __all__ = [
     "check_temperature",
     "check_tensors",
     "check_trees",
-    "check_verify_input",
     "tree_pointers",
 ]
 
@@ -91,12 +90,6 @@ def tree_pointers(first: Sequence[int], sibling: Sequence[int], where: str = "")
             queue.append(child)
             child = sibling[child]
     return parents
-
-
-def check_verify_input(batch: VerifyInput) -> None:
-    """Shapes, dtypes and devices; on the CPU also the pointers and sibling duplicates."""
-    check_tensors(batch)
-    check_trees(batch)
 
 
 def check_tensors(batch: VerifyInput) -> None:
