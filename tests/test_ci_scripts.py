@@ -1,4 +1,4 @@
-"""The shell scripts of ``ci/`` that need no GPU to go wrong: which Python they take, what they leave behind."""
+"""The shell scripts of ``ci/``, without a GPU: which Python they take, and what they leave behind."""
 
 from __future__ import annotations
 
