@@ -22,10 +22,14 @@ if [ -z "$arch" ]; then
   esac
 fi
 
+mkdir -p "$target"
+beside=$(mktemp -d "$target/.unpacked.XXXXXX") # on the same disk: what is there is left alone until the end
+download=
+trap 'rm -rf "$beside" ${download:+"$download"}' EXIT
+
 wheel=${1:-}
 if [ -z "$wheel" ]; then
   download=$(mktemp -d)
-  trap 'rm -rf "$download"' EXIT
   # abi3: one wheel for every Python from 3.10 on.
   "${PYTHON:-python3}" -m pip download --quiet --no-deps --only-binary=:all: --dest "$download" \
     --python-version 3.10 --implementation cp --abi abi3 --platform manylinux2014_x86_64 \
@@ -33,9 +37,7 @@ if [ -z "$wheel" ]; then
   wheel=$(echo "$download"/*.whl)
 fi
 
-rm -rf "$target/sgl_kernel"
-mkdir -p "$target"
-"${PYTHON:-python3}" - "$wheel" "$target" "$arch" <<'PY'
+said=$("${PYTHON:-python3}" - "$wheel" "$beside/new" "$arch" <<'PY'
 import sys
 import zipfile
 
@@ -51,5 +53,11 @@ with zipfile.ZipFile(wheel) as archive:
     for name in wanted:
         archive.extract(name, target)
     size = sum(archive.getinfo(name).file_size for name in wanted)
-print(f"{len(wanted)} files, {size / 1e6:.0f} MB, {arch} -> {target}")
+print(f"{len(wanted)} files, {size / 1e6:.0f} MB, {arch}")
 PY
+)
+if [ -e "$target/sgl_kernel" ]; then
+  mv "$target/sgl_kernel" "$beside/old"
+fi
+mv "$beside/new/sgl_kernel" "$target/sgl_kernel"
+echo "$said -> $target"

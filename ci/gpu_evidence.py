@@ -118,9 +118,11 @@ def _law(task: dict[str, Any]) -> dict[str, Any]:
         decisions = law.run(backend, "cuda", Sizes())
     except LawBroken as broken:
         return {"result": "broken", "message": str(broken), "cases": 1}
+    left_out = f"not judged: {'; '.join(decisions.left_out)}" if decisions.left_out else ""
     if not decisions:
-        return {"result": "does not apply", "message": "nothing to judge here (memory, or no sgl_kernel)"}
-    return {"result": "kept", "cases": 1, "decisions": decisions}
+        return {"result": "does not apply", "message": left_out or "nothing to judge here (no sgl_kernel)"}
+    kept = {"result": "kept", "cases": 1, "decisions": int(decisions)}
+    return kept | {"message": left_out} if left_out else kept
 
 
 def _ledger(task: dict[str, Any]) -> dict[str, Any]:
@@ -132,6 +134,7 @@ def _ledger(task: dict[str, Any]) -> dict[str, Any]:
     from treeconv.errors import BackendUnavailable
     from treeconv.gpu_laws import GPU_LAWS
     from treeconv.laws import law_named
+    from treeconv.ledger import NotLaunched
     from treeconv.replay import replay_entry
 
     finding = LEDGER[task["finding"]]
@@ -153,7 +156,10 @@ def _ledger(task: dict[str, Any]) -> dict[str, Any]:
 
     def found_by_the_suite() -> object:
         if finding.law in device_laws:
-            return device_laws[finding.law].run(backend.fresh(), "cuda", Sizes())
+            judged = device_laws[finding.law].run(backend.fresh(), "cuda", Sizes())
+            if judged.left_out:  # nothing is broken in what did fit: the fault may be in the rest
+                raise NotLaunched("; ".join(judged.left_out))
+            return judged
         subject = Claiming(backend) if finding.law == "bad-rows" else backend
         outcome = suite.check_law(law_named(finding.law), subject, "cuda", max_examples=500)
         if outcome.broken:
@@ -239,7 +245,7 @@ def _say(result: dict[str, Any]) -> None:
     name = result.get("finding") or result.get("fault") or result.get("backend") or "-"
     count = f"{result.get('decisions', '')!s:>8}"
     print(f"{what:<24} {name:<24} {count} {result['seconds']:>7.1f} s  {result['result']}", flush=True)
-    if is_bad(result):
+    if is_bad(result) or (result["result"] == "kept" and "message" in result):
         print("\n".join("    " + line for line in result["message"].splitlines()[:40]), flush=True)
 
 

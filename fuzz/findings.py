@@ -19,7 +19,7 @@ import numpy as np
 from treeconv.case import Request, VerifyCase
 from treeconv.corpus import CorpusEntry, Expected, RawCase, load_entry, save_entry
 from treeconv.errors import InvalidArgument, LawBroken
-from treeconv.ledger import Finding, Ledger
+from treeconv.ledger import Finding, Ledger, NotLaunched
 from treeconv.tree import Coins, DraftTree
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def replay_device_case(entry: CorpusEntry, backend: Any, device: str) -> int:
 
     Raises:
         LawBroken: the backend decided otherwise than the entry expects.
+        NotLaunched: the device is too small for it.
         CorpusError: an entry that is none of the three.
     """
     play = {
@@ -171,9 +172,12 @@ def _play_offsets(entry: CorpusEntry, backend: Any, device: str) -> int:
     """Every request's root row has its mass on the request's number; no request has children."""
     import torch  # noqa: PLC0415
 
+    from treeconv._gpu_checks import no_room  # noqa: PLC0415
     from treeconv.convert import to_verify_input  # noqa: PLC0415
 
     B, N, V = (int(entry.parameters[name]) for name in ("batch_size", "num_draft_tokens", "vocab_size"))
+    if (reason := no_room((B, N, V), 8, device)) is not None:  # rows and scratch
+        raise NotLaunched(reason)
     batch = to_verify_input([DraftTree((-1,), (0,))] * B, N, device=device)
     rows = torch.zeros((B, N, V), device=device)
     numbers = torch.arange(B, device=device)

@@ -313,8 +313,34 @@ def mask_of_the_first_tree(right):
     return convert_tree
 
 
+def prefixes_of_the_buffers(right):
+    """Buffers used again keep the prefixes of the call before, so that coins drawn by seeds repeat."""
+
+    def convert_tree(*call):
+        out = call[6] if len(call) > 6 else None
+        old = None if out is None else out.batch.prefix_lens.clone()
+        made = right(*call)
+        if old is not None:
+            made.batch.prefix_lens.copy_(old)
+        return made
+
+    return convert_tree
+
+
+def prefixes_of_the_caller(right):
+    """The caller's own tensor in the batch, so that what is written to it later changes the batch."""
+
+    def convert_tree(*call):
+        made = right(*call)
+        return replace(made, batch=replace(made.batch, prefix_lens=call[3]))
+
+    return convert_tree
+
+
 FAULTS += [
     DeviceFault(shifted_converter, "device-converter", "converter"),
+    DeviceFault(prefixes_of_the_buffers, "device-converter", "converter"),
+    DeviceFault(prefixes_of_the_caller, "device-converter", "converter"),
     DeviceFault(mask_of_the_first_tree, "device-converter", "converter"),
 ]
 

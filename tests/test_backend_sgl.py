@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 
 import fake_sgl_kernel as fake
 import pytest
@@ -115,6 +116,91 @@ def test_guards_refuse(guarded, raw):
         InvalidArgument, match=r"B\*N\*V=1\*3\*2147483648=6442450944, but must be < 4294967296"
     ):
         guarded.verify_probs(batch, huge, coins, 2)
+
+
+TREES = to_verify_input([DraftTree((-1, 0, 0), (9, 1, 2))] * 2)
+SURE = Coins(torch.full((2, 3), 0.45), torch.full((2,), 0.5))
+
+
+def with_value(name, place, value):
+    """The batch above with one value changed."""
+    tensor = getattr(TREES, name).clone()
+    tensor[place] = value
+    return replace(TREES, **{name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (
+            with_value("candidates", (1, 2), 4),
+            r"candidates\[1, 2\]=4, but must be in \[0, 3\], the vocabulary",
+        ),
+        (with_value("candidates", (0, 1), -5), r"candidates\[0, 1\]=-5, but must be in \[0, 3\]"),
+        (with_value("retrieve_index", (1, 0), 2**40), r"retrieve_index\[1, 0\]=1099511627776, but must be 3"),
+        (with_value("retrieve_index", (0, 0), -1), r"retrieve_index\[0, 0\]=-1, but must be 0"),
+        (with_value("positions", (0, 1), 7), r"positions\[0, 1\]=7, but must be 1"),
+        (with_value("retrieve_next_token", (0, 1), 3), "node 1: points at child 3, but must be"),
+        (replace(TREES, candidates=TREES.candidates.int()), r"candidates.dtype=torch.int32, but must be"),
+    ],
+)
+def test_guards_refuse_what_the_kernel_would_reach_through(guarded, batch, says):
+    """A token or flat index out of range is an address: the kernel reads there, or writes."""
+    for probs in (False, True):
+        rows = torch.full((2, 3, 4), 0.25)
+        with pytest.raises(InvalidArgument, match=says):
+            verify_either(guarded, batch, rows, probs=probs)
+    if "token" not in says:
+        with pytest.raises(InvalidArgument, match=says):
+            guarded.verify_greedy(batch, rows, 2)
+
+
+def verify_either(backend, batch, rows, cap=2, coins=SURE, temperature=None, *, probs):
+    if probs:
+        return backend.verify_probs(batch, rows, coins, cap)
+    return backend.verify(batch, rows, torch.ones(2) if temperature is None else temperature, coins, cap)
+
+
+@pytest.mark.parametrize("probs", [False, True])
+def test_guards_refuse_shapes_and_dtypes(guarded, probs):
+    name, rows = "target_probs" if probs else "logits", torch.full((2, 3, 4), 0.25)
+    refused = {
+        rf"{name}.shape=\(2, 2, 4\), but must be \(2, 3, 'V'\)": {"rows": rows[:, :2]},
+        rf"{name}.shape=\(3, 4\), but must be": {"rows": rows[0]},
+        rf"{name}.dtype=torch.float64, but must be": {"rows": rows.double()},
+        "depth_cap=0, but must be an integer >= 1": {"cap": 0},
+        r"depth_cap=2\.5, but must be an integer >= 1": {"cap": 2.5},
+        r"coins.accept.shape=\(2, 2\), but must be \(2, 3\)": {
+            "coins": Coins(SURE.accept[:, :2], SURE.final)
+        },
+        r"coins.final.shape=\(1,\), but must be \(2,\)": {"coins": Coins(SURE.accept, SURE.final[:1])},
+    }
+    if not probs:
+        refused[r"temperature.shape=\(3,\), but must be"] = {"temperature": torch.ones(3)}
+    for says, changed in refused.items():
+        with pytest.raises(InvalidArgument, match=says):
+            verify_either(guarded, TREES, **({"rows": rows} | changed), probs=probs)
+    for cap, wrong in ((0, rows), (2, rows[:, :2]), (2, rows.double())):
+        with pytest.raises(InvalidArgument, match="but must be"):
+            guarded.verify_greedy(TREES, wrong, cap)
+
+
+def test_raw_hands_all_of_it_over(raw):
+    """As SGLang does: that is what the laws judge."""
+    handed = {}
+
+    def kernel(
+        predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token,
+        retrive_next_sibling, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs,
+        threshold_single, threshold_acc, deterministic,
+    ):  # fmt: skip
+        handed.update(locals())
+
+    raw.kernels = SglKernels("fake", {"tree_speculative_sampling_target_only": kernel})
+    odd = with_value("retrieve_index", (1, 0), 2**40)
+    raw.verify_probs(odd, torch.ones((2, 2, 4)), SURE, 1)
+    assert handed["retrive_index"][1, 0] == 2**40
+    assert handed["target_probs"].shape == (2, 2, 4)
 
 
 def test_unusable_rows(guarded):

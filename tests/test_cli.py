@@ -305,6 +305,24 @@ def test_doctor(capsys):
         assert re.search(f"^{line}", out, re.MULTILINE), line
 
 
+def test_doctor_without_torch_says_so_and_how_to_get_it(tmp_path):
+    """Where nothing works yet is where the doctor is asked first."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    done = subprocess.run(
+        [sys.executable, "-m", "treeconv", "doctor"],
+        capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "device        none: torch cannot be imported here (No module named 'torch')" in done.stdout
+    assert "make setup" in done.stdout
+    assert f"{sys.executable} -m pip install torch" in done.stdout
+    for name in ("eager", "triton"):
+        assert re.search(
+            f"^backend +{name}: not available: .*No module named 'torch'", done.stdout, re.MULTILINE
+        )
+
+
 @pytest.mark.parametrize("arguments", [[], ["verify"], ["replay"], ["convert"], ["doctor"]])
 def test_help(capsys, arguments):
     with pytest.raises(SystemExit, match="0"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from treeconv import Coins, DraftTree, InvalidArgument, VerifyInput, draw_coins, to_verify_input, verify
+from treeconv.backends.reference import ReferenceBackend
 from treeconv.cuda_graph import CudaGraphRunner
 
 N, V, CAP = 6, 9, 4
@@ -220,3 +221,89 @@ def test_filters_that_were_not_captured_are_refused():
         InvalidArgument, match="filter_order='both', but must be None, 'sequential' or 'joint'"
     ):
         runner(filter_order="both")
+
+
+def test_rows_may_be_a_list_as_for_verify():
+    rng = np.random.default_rng(10)
+    run = runner()
+    batch, logits, temperature, coins = random_batch(rng, 2, N)
+    want = run.replay(batch, logits, temperature, coins).tokens
+    assert run.can_run(batch, logits.tolist())
+    assert run.replay(batch, logits.tolist(), temperature, coins).tokens == want
+    assert not run.can_run(batch, [[1.0, 2.0], [3.0]])
+    with pytest.raises(InvalidArgument, match="logits=list, but must be numbers of shape"):
+        run.replay(batch, [[1.0, 2.0], [3.0]], temperature, coins)
+
+
+def test_can_run_says_no_wherever_replay_refuses():
+    rng = np.random.default_rng(11)
+    run = runner()
+    batch, logits, temperature, coins = random_batch(rng, 2, N)
+    assert run.can_run(batch, logits)
+    refused = {
+        r"rows.shape=\(1, 6, 9\), but must be \(2, 6, 9\)": logits[:1],
+        r"rows.shape=\(2, 5, 9\), but must be \(2, 6, 9\)": logits[:, :5],
+        r"rows.shape=\(6, 9\), but must be \(2, 6, 9\)": logits[0],
+        r"rows.shape=\(\), but must be \(2, 6, 9\)": logits[0, 0, 0],
+        "rows.device=meta, but must be cpu": logits.to("meta"),
+    }
+    for says, rows in refused.items():
+        assert not run.can_run(batch, rows), says
+        with pytest.raises(InvalidArgument, match=says):
+            run.replay(batch, rows, temperature, coins)
+    assert not run.can_run(None)
+    assert not run.can_run([batch])
+    with pytest.raises(InvalidArgument, match="batch=list, but must be a VerifyInput"):
+        run.replay([batch], logits, temperature, coins)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "says"),
+    [
+        ("candidates", (1, 1), V, rf"candidates\[1, 1\]={V}, but must be in \[0, {V - 1}\], the vocabulary"),
+        ("candidates", (0, 2), -1, r"candidates\[0, 2\]=-1, but must be in"),
+        ("retrieve_index", (1, 0), 0, rf"retrieve_index\[1, 0\]=0, but must be {N}"),
+        ("positions", (1, 2), 7, r"positions\[1, 2\]=7, but must be 1"),
+    ],
+)
+def test_replay_refuses_the_trees_that_verify_refuses(name, place, value, says):
+    given = to_verify_input([DraftTree((-1, 0, 0), (0, 1, 2))] * 2, N)
+    batch = VerifyInput(**vars(given))
+    getattr(batch, name)[place] = value
+    logits = torch.zeros((2, N, V))
+    with pytest.raises(InvalidArgument, match=says):
+        verify(batch, logits, 1.0, backend="reference")
+    with pytest.raises(InvalidArgument, match=says):
+        runner().replay(batch, logits, 1.0)
+
+
+def test_refuses_what_is_no_generator():
+    with pytest.raises(InvalidArgument, match=r"generator=5, but must be a torch.Generator on cpu, or None"):
+        runner(generator=5)
+
+
+class HoldsScratch(ReferenceBackend):
+    """A backend whose calls leave something behind for the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    @staticmethod
+    def with_own_scratch():
+        return HoldsScratch()
+
+    def verify(self, *call):
+        self.calls += 1
+        return super().verify(*call)
+
+
+def test_runners_share_no_scratch():
+    """Two may replay on two streams at once, though torch's pool gave them the same one to capture on."""
+    rng = np.random.default_rng(12)
+    shared = HoldsScratch()
+    first, second = runner(backend=shared), runner(backend=shared)
+    first.replay(*random_batch(rng, 2, N))
+    assert (first.backend.calls, second.backend.calls, shared.calls) == (1, 0, 0)
+    held = ReferenceBackend()  # nothing is left behind: nothing is made anew
+    assert runner(backend=held).backend is held

@@ -132,3 +132,16 @@ def test_padding_is_found_by_the_poison():
     batch = wide.batch
     size = (batch.retrieve_next_token >= 0).sum(1) + (batch.retrieve_next_sibling >= 0).sum(1) + 1
     assert size.tolist() == [len(tree) for tree in to_draft_trees(batch)]
+
+
+def test_offsets_say_which_shapes_were_not_judged(monkeypatch):
+    """A card too small for a shape that passes 2**32 has not kept the law there."""
+    law = gpu_law_named("offsets-64-bit")
+    sizes = Sizes(**{**vars(SMALL), "offset_shapes": ((9, 4, 50), (9, 4, 60))})
+    assert law.run(EagerBackend(), "cpu", sizes).left_out == ()
+    monkeypatch.setattr(_gpu_checks, "free_bytes", lambda _: _gpu_checks.ROOM + 2.4 * 9 * 4 * 50)
+    judged = law.run(EagerBackend(), "cpu", sizes)
+    assert (judged, judged.left_out) == (9, ("9 x 4 x 60: 4968 bytes do not fit beside the rest",))
+    monkeypatch.setattr(_gpu_checks, "free_bytes", lambda _: 0)
+    judged = law.run(EagerBackend(), "cpu", sizes)
+    assert (judged, len(judged.left_out)) == (0, 2)

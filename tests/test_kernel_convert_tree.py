@@ -138,6 +138,74 @@ def test_a_mask_buffer_larger_or_smaller_than_the_trees_need():
         assert (room.view(torch.uint8)[held:] == 0x5A).all()
 
 
+@pytest.mark.parametrize("mode", [None, TreeMaskMode.FULL_MASK])
+def test_buffers_of_an_earlier_call_take_this_calls_prefixes(mode):
+    """Coins drawn by seeds and default depth caps read ``prefix_lens``: an old one repeats the coins."""
+    rng = np.random.default_rng(6)
+    trees = [random_tree(rng, 5), random_tree(rng, 3)]
+    parents, tokens, sizes, first = as_tensors(trees, 5, [7, 2])
+    second = torch.tensor([2, 7], device=DEVICE)
+    out = convert_tree(parents, tokens, sizes, first, mode, 9)
+    held = out.batch.prefix_lens
+    got = convert_tree(parents, tokens, sizes, second, mode, 9, out)
+    assert_same(got, trees, 5, [2, 7], mode)
+    assert got.batch.prefix_lens.data_ptr() == held.data_ptr()  # where a captured graph writes, too
+    assert (first.tolist(), second.tolist()) == ([7, 2], [2, 7])
+    assert_same(convert_tree(parents, tokens, sizes, out=out), trees, 5, [0, 0], None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_prefixes_are_copied_as_int64(dtype):
+    """Written to later, the caller's tensor changes no batch; and ``verify`` takes int64 alone."""
+    tree = DraftTree((-1, 0), (9, 4))
+    parents, tokens, sizes, prefixes = as_tensors([tree], 2, [31])
+    prefixes = prefixes.to(dtype)
+    got = convert_tree(parents, tokens, sizes, prefixes)
+    prefixes.fill_(5)
+    assert_same(got, [tree], 2, [31], None)
+
+
+def guarded_mask(trees, slots, prefixes, total):
+    """A FULL_MASK buffer between two strips of rubbish, converted into from these prefixes."""
+    parents, tokens, sizes, _ = as_tensors(trees, slots, [0] * len(trees))
+    size = full_mask_size(slots, len(trees), total)
+    room = torch.ones(size + 4096, dtype=torch.bool, device=DEVICE)
+    room.view(torch.uint8).fill_(0x5A)
+    out = DeviceTrees(convert_tree(parents, tokens, sizes).batch, room[2048 : 2048 + size])
+    lens = torch.tensor(prefixes, device=DEVICE)
+    convert_tree(parents, tokens, sizes, lens, TreeMaskMode.FULL_MASK, total, out)
+    words = room.view(torch.uint8).cpu()
+    return words[:2048], words[2048 : 2048 + size], words[2048 + size :]
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [[-1, 3], [3, -900], [-(2**40), 3], [-(2**63), -(2**63)], [2**40, 3], [2**62, 2**62], [2**63 - 1] * 2],
+)
+def test_prefixes_that_no_mask_has_room_for_stay_inside_it(prefixes):
+    """Negative ones wrote before the mask, and huge ones took a loop over their length."""
+    trees = [DraftTree.chain(range(5)), DraftTree((-1, 0, 0), (9, 1, 2))]
+    before, _, after = guarded_mask(trees, 5, prefixes, 6)
+    assert (before == 0x5A).all()
+    assert (after == 0x5A).all()
+
+
+def test_a_tree_before_a_negative_prefix_is_converted_as_ever():
+    trees = [DraftTree.chain(range(5)), DraftTree((-1, 0, 0), (9, 1, 2))]
+    _, mask, _ = guarded_mask(trees, 5, [4, -3], 4)
+    want = tree_mask(to_verify_input(trees, 5, [4, 0]), TreeMaskMode.FULL_MASK)
+    assert torch.equal(mask, want.view(torch.uint8))
+
+
+def test_sizes_out_of_range_read_no_other_memory():
+    """Counted as 0 or N, whatever 32 bits would make of them: nodes behind the slots are not read."""
+    parents, tokens = (torch.tensor([[-1, 0, 1]], device=DEVICE) for _ in range(2))
+    for size, nodes in ((-1, 0), (-(2**32) + 3, 0), (-(2**63) + 2**31 - 1, 0), (2**62, 3)):
+        got = convert_tree(parents, tokens, torch.tensor([size], device=DEVICE), mode=TreeMaskMode.QLEN_ONLY)
+        assert got.batch.retrieve_next_token.tolist() == [[1, 2, -1] if nodes else [-1] * 3], size
+        assert got.mask.sum() == (6 if nodes else 3), size
+
+
 def test_int32_inputs_and_defaults():
     tree = DraftTree((-1, 0, 0, 1), (9, 4, 5, 6))
     parents, tokens, *_ = as_tensors([tree], 4, [0], junk=False)
@@ -180,6 +248,17 @@ def test_refuses_what_it_cannot_take():
     small = convert_tree(parents, parents)
     with pytest.raises(InvalidArgument, match=r"out.candidates="):
         convert_tree(*[torch.zeros((2, 2), dtype=torch.int64, device=DEVICE)] * 2, out=small)
+    with pytest.raises(InvalidArgument, match="parents is a list, but must be a torch"):
+        convert_tree([[-1, 0]], parents)
+    with pytest.raises(InvalidArgument, match="token_ids is a list, but must be a torch"):
+        convert_tree(parents, [[9, 1]])
+    with pytest.raises(InvalidArgument, match="sizes is a list, but must be a torch"):
+        convert_tree(parents, parents, sizes=[2])
+    with pytest.raises(InvalidArgument, match="out is a VerifyInput, but must be DeviceTrees"):
+        convert_tree(parents, parents, out=small.batch)
+    for wrong in (3.5, -50, "4"):
+        with pytest.raises(InvalidArgument, match=f"prefix_sum={wrong!r}, but must be an integer >= 0"):
+            convert_tree(parents, parents, mode=TreeMaskMode.FULL_MASK, prefix_sum=wrong)
 
 
 @pytest.mark.gpu

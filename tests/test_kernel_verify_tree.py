@@ -611,8 +611,11 @@ def test_bad_arguments_are_named(backend):
         backend.verify(batch, rows.transpose(1, 2).contiguous().transpose(1, 2), T, coins, 2)
     with pytest.raises(InvalidArgument, match=r"V=262145, but must be in \[1, 262144\]"):
         backend.verify(batch, torch.empty(1, device=DEVICE).expand(1, 2, 262145), T, coins, 2)
-    with pytest.raises(InvalidArgument, match="depth_cap=0, but must be >= 1"):
-        backend.verify(batch, rows, T, coins, 0)
+    for cap in (0, 2.5, True):
+        with pytest.raises(InvalidArgument, match=f"depth_cap={cap}, but must be an integer >= 1"):
+            backend.verify(batch, rows, T, coins, cap)
+    with pytest.raises(InvalidArgument, match=r"programs=1\.5, but must be an integer >= 1"):
+        backend.verify(batch, rows, T, coins, 2, programs=1.5)
     with pytest.raises(InvalidArgument, match=r"temperature\.shape=\(2,\), but must be \(1,\)"):
         backend.verify(batch, rows, T.repeat(2), coins, 2)
     with pytest.raises(InvalidArgument, match=r"candidates\.dtype=torch\.int32, but must be torch\.int64"):

@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fuzz import findings
 from fuzz.findings import LEDGER, replay_device_case, stored_case
-from treeconv import InvalidArgument, LawBroken
+from treeconv import InvalidArgument, LawBroken, _gpu_checks
 from treeconv.backends.base import BackendTraits
 from treeconv.backends.sgl import SglBackend, SglKernels
 from treeconv.gpu_laws import GPU_LAWS
 from treeconv.laws import BACKEND_LAWS, law_named
-from treeconv.ledger import Finding, Ledger
+from treeconv.ledger import Finding, Ledger, NotLaunched
 from treeconv.replay import replay_entry
 
 KERNELS = SglKernels(
@@ -127,3 +127,28 @@ def test_stored_cases_break_the_raw_kernel_and_not_the_guarded(finding):
     with pytest.raises(LawBroken):
         replay(finding, SglBackend(raw=True, kernels=KERNELS))
     assert replay(finding, SglBackend(kernels=KERNELS)) > 0
+
+
+def test_what_cannot_be_launched_here_is_no_pass():
+    """A finding about tensors of 18 GB on a small card: neither found again nor fixed."""
+
+    def too_small():
+        raise NotLaunched("430 x 64 x 163840 does not fit")
+
+    ledger = Ledger([ONE])
+    verdict = ledger.judge("a", "1.0", {"case": too_small, "suite": too_small})
+    assert (verdict.outcome, verdict.ok) == ("not launched", True)
+    assert verdict.message == "case: 430 x 64 x 163840 does not fit\nsuite: 430 x 64 x 163840 does not fit"
+    found = ledger.judge("a", "1.0", {"case": breaks, "suite": too_small})
+    assert (found.outcome, found.message) == (
+        "found again",
+        "case: law broken: greedy\nsuite, not launched: 430 x 64 x 163840 does not fit",
+    )
+    assert ledger.judge("a", "1.0", {"case": passes, "suite": too_small}).outcome == "unexpected pass"
+
+
+def test_the_offsets_case_says_where_it_does_not_fit(monkeypatch):
+    monkeypatch.setattr(_gpu_checks, "free_bytes", lambda _: 2**34)
+    entry = stored_case(LEDGER["sgl-offsets-wrap"])
+    with pytest.raises(NotLaunched, match=r"430 x 64 x 163840: \d+ bytes do not fit beside the rest"):
+        replay_device_case(entry, SglBackend(raw=True, kernels=KERNELS), "cpu")

@@ -22,7 +22,7 @@ from treeconv import (
     verify,
     verify_probs,
 )
-from treeconv._validate import check_coins, check_verify_input
+from treeconv._validate import check_coins, check_trees
 
 NAN, INF = float("nan"), float("inf")
 TREE = DraftTree([-1, 0, 0, 1], [9, 5, 7, 2])
@@ -410,7 +410,7 @@ def test_many_valid_shapes_pass_both_checks():
                 sum(other == parents[node] for other in parents[:node]) for node in range(1, size)
             ]
             trees.append(DraftTree(parents, tokens))
-        assert check_verify_input(replace(to_verify_input(trees, 13))) is None  # a copy: not sealed
+        assert check_trees(replace(to_verify_input(trees, 13))) is None  # a copy: not sealed
 
 
 @pytest.mark.parametrize("is_seen_by_torch", [True, False], ids=["torch", "numpy"])
@@ -448,9 +448,7 @@ def test_a_seal_covers_no_smaller_vocabulary_and_no_copy():
 def test_cuda_style_batches_are_not_read_back():
     """On another device contents are not looked at: even a cycle passes the check, without a wait."""
     assert (
-        check_verify_input(
-            replace(META, retrieve_next_token=torch.zeros(2, 4, dtype=torch.int64, device="meta"))
-        )
+        check_trees(replace(META, retrieve_next_token=torch.zeros(2, 4, dtype=torch.int64, device="meta")))
         is None
     )
 
@@ -462,3 +460,12 @@ def test_coins_that_require_grad_are_read_all_the_same(size):
     checked = check_coins(coins, batch)
     assert checked.accept.tolist() == [[0.5]] * size
     assert not checked.final.requires_grad
+
+
+@pytest.mark.parametrize("pointer", ["retrieve_next_token", "retrieve_next_sibling"])
+def test_pointers_of_padding_may_hold_anything(pointer):
+    """Nothing leads there, so no walk follows them: an index behind the slots is not looked up either."""
+    batch = to_verify_input([DraftTree((-1, 0), (0, 1))], 4)
+    want = verify(batch, torch.zeros(1, 4, 8), 0.0).tokens
+    getattr(batch, pointer)[0, 3] = 99
+    assert verify(batch, torch.zeros(1, 4, 8), 0.0).tokens == want == [[0]]

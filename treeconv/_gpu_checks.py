@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,14 @@ from treeconv.judge import Violation
 from treeconv.tree import Coins, DraftTree, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from treeconv.backends.base import Backend
 
 #: The band of a boundary is narrower than this in the batches below: 256 units of 2**-24.
 _WIDE_BAND = 256 * 2.0**-24
+#: Bytes that a large call leaves free for what else it needs.
+ROOM = 2**30
 _OUTPUTS = ("accept_index", "accept_token_num", "predicts", "status")
 
 
@@ -64,6 +69,33 @@ class Sizes:
             wide_vocab=400,
             offset_shapes=((9, 4, 50),),
         )
+
+
+class Judged(int):
+    """How many decisions a law judged, and in ``left_out`` what it did not judge here, and why."""
+
+    left_out: tuple[str, ...]
+
+    def __new__(cls, decisions: int, left_out: tuple[str, ...] = ()) -> Self:
+        made = super().__new__(cls, decisions)
+        made.left_out = left_out
+        return made
+
+
+def free_bytes(device: torch.device | str) -> float:
+    """Memory that can be allocated; on the CPU as much as anybody wants."""
+    if torch.device(device).type != "cuda":
+        return math.inf
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def no_room(shape: tuple[int, int, int], bytes_each: int, device: torch.device | str) -> str | None:
+    """Why rows of this shape, of so many bytes an element in all, do not fit the device; None if they do."""
+    needed = int(math.prod(shape) * bytes_each * 1.15)
+    if needed + ROOM <= free_bytes(device):
+        return None
+    return f"{' x '.join(map(str, shape))}: {needed} bytes do not fit beside the rest"
 
 
 def fresh(backend: Backend) -> Backend:
@@ -180,16 +212,11 @@ def _peaked(
     return to_verify_input(trees, N, device=device), put[0], put[1], put[2]
 
 
-def large_offsets(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
+def large_offsets(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> Judged:
     """All of each row's mass on one token, another in every row: a wrong offset reads another row's token."""
-    judged = 0
+    judged, left_out = 0, []
     for B, N, V in sizes.offset_shapes:
         takes_probs = hasattr(backend, "kernels")  # sgl: its softmax would need the memory three times over
-        element = 8 if takes_probs else 2
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            if torch.cuda.mem_get_info(device)[0] < B * N * V * element * 1.15 + 2**30:
-                continue
         if backend.name == "sgl" and B * N * V >= 2**32:
             batch = to_verify_input([DraftTree((-1,), (0,))] * B, N, device=device)
             rows = torch.empty(1, device=device).expand(B, N, V)
@@ -200,6 +227,9 @@ def large_offsets(backend: Backend, device: torch.device, rng: np.random.Generat
                 judged += 1
                 continue
             raise Violation(0, f"{B} x {N} x {V} was taken", "InvalidArgument: the kernel's offsets wrap")
+        if (reason := no_room((B, N, V), 8 if takes_probs else 2, device)) is not None:
+            left_out.append(reason)
+            continue
         batch, peaks, path, bonus = _peaked(rng, B, N, V, device)
         coins = Coins(torch.full((B, N), 0.5, device=device), torch.full((B,), 0.5, device=device))
         if takes_probs:
@@ -227,7 +257,7 @@ def large_offsets(backend: Backend, device: torch.device, rng: np.random.Generat
                 f" start at element {first * N * V}",
             )
         judged += B
-    return judged
+    return Judged(judged, tuple(left_out))
 
 
 def covered_support(backend: Backend, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:

@@ -90,7 +90,7 @@ def sgl_build_tree(backend: Any, device: torch.device, rng: np.random.Generator,
 
 
 def device_converter(backend: None, device: torch.device, rng: np.random.Generator, sizes: Sizes) -> int:
-    """Random batches in every mode, over poisoned outputs; on CUDA a captured conversion too."""
+    """Random batches in every mode, over poisoned outputs of another call; on CUDA a captured conversion."""
     del backend
     from treeconv.kernels.convert_tree import convert_tree  # noqa: PLC0415  (triton is optional)
 
@@ -103,24 +103,26 @@ def device_converter(backend: None, device: torch.device, rng: np.random.Generat
             parents, tokens, counts = random_trees(rng, B, N, max(4 * N, 64))
             prefixes = rng.integers(0, 300, B)
             trees = [DraftTree(tuple(p[:n].tolist()), tuple(t[:n].tolist())) for p, t, n in zip(parents, tokens, counts, strict=True)]  # noqa: E501  # fmt: skip
-            inputs = _on_device((parents, tokens, counts, prefixes), device)
+            wanted = torch.from_numpy(prefixes).to(device)
+            inputs = _on_device((parents, tokens, counts, np.roll(prefixes, 1)), device)
             total = int(prefixes.sum())
-            made = convert_tree(*inputs, mode, total)
-            for tensor in (
-                made.batch.positions,
-                made.batch.retrieve_next_token,
-                made.batch.retrieve_next_sibling,
-            ):
+            # The buffers were made for other prefixes, in another tensor; a graph is captured with them too.
+            made = convert_tree(*inputs[:3], inputs[3].clone(), mode, total)
+            for tensor in vars(made.batch).values():
                 tensor.fill_(-77)
             if made.mask is not None:
                 made.mask.view(torch.uint8).fill_(0x5A)
             if device.type == "cuda":
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    convert_tree(*inputs, mode, total, made)
+                    made = convert_tree(*inputs, mode, total, made)
+                inputs[3].copy_(wanted)
                 graph.replay()
             else:
-                convert_tree(*inputs, mode, total, made)
+                inputs[3].copy_(wanted)
+                made = convert_tree(*inputs, mode, total, made)
+            for tensor in inputs:  # the caller's, to be written to at any time
+                tensor.fill_(-5)
             want = to_verify_input(trees, N, prefixes.tolist())
             for field in fields(want):
                 if not torch.equal(getattr(made.batch, field.name).cpu(), getattr(want, field.name)):

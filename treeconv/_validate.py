@@ -31,7 +31,6 @@ __all__ = [
     "check_temperature",
     "check_tensors",
     "check_trees",
-    "check_verify_input",
     "tree_pointers",
 ]
 
@@ -89,12 +88,6 @@ def tree_pointers(first: Sequence[int], sibling: Sequence[int], where: str = "")
             queue.append(child)
             child = sibling[child]
     return parents
-
-
-def check_verify_input(batch: VerifyInput) -> None:
-    """Shapes, dtypes and devices; on the CPU also the pointers and sibling duplicates."""
-    check_tensors(batch)
-    check_trees(batch)
 
 
 def check_tensors(batch: VerifyInput) -> None:
@@ -235,7 +228,7 @@ def _check_tokens(batch: VerifyInput, vocab_size: int) -> None:
     tokens = batch.candidates.numpy()
     first, sibling = batch.retrieve_next_token.numpy(), batch.retrieve_next_sibling.numpy()
     for pointer in (first, sibling):
-        request, node = np.nonzero(pointer >= 0)
+        request, node = np.nonzero((pointer >= 0) & (pointer < tokens.shape[1]))  # only padding's are behind
         child = pointer[request, node]
         drafted = tokens[request, child]
         if drafted.min(initial=0) < 0 or drafted.max(initial=0) >= vocab_size:

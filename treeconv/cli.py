@@ -381,8 +381,6 @@ def _doctor(options: argparse.Namespace) -> int:
     import platform  # noqa: PLC0415
     from importlib import metadata  # noqa: PLC0415
 
-    import torch  # noqa: PLC0415
-
     from treeconv.backends.registry import available_backends, get_backend  # noqa: PLC0415
 
     del options
@@ -403,6 +401,26 @@ def _doctor(options: argparse.Namespace) -> int:
         except metadata.PackageNotFoundError:
             found = "not installed"
         _say(f"{package:<13} {found}")
+    has_torch, has_cuda = _say_devices()
+    for name, reason in available_backends().items():
+        if reason is None:
+            kinds = get_backend(name).traits.devices
+            here = "available" if has_torch and ("cpu" in kinds or has_cuda) else "not usable here"
+            _say(f"backend       {name}: {here}, runs on {' and '.join(kinds)}")
+        else:
+            _say(f"backend       {name}: not available: {reason.removeprefix(f'backend={name!r} ')}")
+    return 0 if has_torch else 2
+
+
+def _say_devices() -> tuple[bool, bool]:
+    """Print what torch sees, or that there is none; whether there is torch, and a CUDA device."""
+    try:
+        import torch  # noqa: PLC0415
+    except (ImportError, OSError) as error:  # not installed, or one of its libraries is missing
+        _say(f"device        none: torch cannot be imported here ({error})")
+        _say("              treeconv cannot verify anything without it. In a clone: make setup, then")
+        _say(f"              .venv/bin/treeconv. Elsewhere: {sys.executable} -m pip install torch")
+        return False, False
     _say(f"device        cpu, {torch.get_num_threads()} threads")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -412,14 +430,7 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         _say(f"device        no CUDA device: torch is {built}")
-    for name, reason in available_backends().items():
-        if reason is None:
-            kinds = get_backend(name).traits.devices
-            here = "available" if "cpu" in kinds or torch.cuda.is_available() else "not usable here"
-            _say(f"backend       {name}: {here}, runs on {' and '.join(kinds)}")
-        else:
-            _say(f"backend       {name}: not available: {reason.removeprefix(f'backend={name!r} ')}")
-    return 0
+    return True, torch.cuda.is_available()
 
 
 # --- bench --------------------------------------------------------------------------------------------

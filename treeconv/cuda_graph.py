@@ -8,6 +8,9 @@ first rows of them.
 **Free in every replay**: the trees and their sizes (up to N slots), rows, temperatures (0 included), coins,
 biases, bitmasks, top-k, top-p and min-p, and the batch size. A batch runs in the smallest captured bucket
 that holds it; the requests between are made single roots, and no result of theirs is handed out.
+
+**Streams.** Buffers and scratch are the runner's own, so replays of different runners may be on different
+streams at once. Replays of one runner must not overlap in time: one stream for all, or streams that wait.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from treeconv._validate import (
     check_int,
     check_rows,
     check_temperature,
-    check_verify_input,
+    check_tensors,
+    check_trees,
 )
 from treeconv._validate_processors import check_processors
 from treeconv.backends.registry import get_backend
@@ -45,6 +49,12 @@ __all__ = ["CudaGraphRunner"]
 _POINTERS = ("retrieve_next_token", "retrieve_next_sibling")
 
 
+def _with_own_scratch(backend: Backend) -> Backend:
+    """Another backend like this one where calls share scratch, and it can make one; else the same."""
+    make: Callable[[], Backend] | None = getattr(backend, "with_own_scratch", None)
+    return backend if make is None else make()
+
+
 class CudaGraphRunner:
     """Captures a backend once per batch bucket and replays it.
 
@@ -56,7 +66,9 @@ class CudaGraphRunner:
         output = runner.replay(batch, temperature=temperature)
 
     Args:
-        backend: a name or an object; on CUDA it must be ``graph_safe`` (never waits for the device).
+        backend: a name or an object; on CUDA it must be ``graph_safe`` (never waits for the device). One that
+            keeps scratch between calls is asked for another with scratch of its own, if it has
+            ``with_own_scratch()``: else the scratch is shared with whoever else calls it.
 
         num_draft_tokens: N, slots per tree.
 
@@ -86,7 +98,7 @@ class CudaGraphRunner:
 
     Raises:
         InvalidArgument: sizes below 1, a backend that waits for the device, one without this interface,
-            these processors or filters, or ``rows`` that do not fit.
+            these processors or filters, a generator of another device, or ``rows`` that do not fit.
         BackendUnavailable: the backend, or a CUDA device, is not here.
     """
 
@@ -112,7 +124,7 @@ class CudaGraphRunner:
         self.batch_sizes = tuple(sorted({check_int(size, "batch_sizes", 1) for size in batch_sizes}))
         if not self.batch_sizes:
             raise InvalidArgument("batch_sizes=(), but must hold at least one size")
-        self.backend = get_backend(backend)
+        self.backend = _with_own_scratch(get_backend(backend))
         self.device = torch.device(device)
         if interface not in ("logits", "probs"):
             raise InvalidArgument(f"interface={interface!r}, but must be 'logits' or 'probs'")
@@ -147,6 +159,10 @@ class CudaGraphRunner:
         if generator is None:
             generator = torch.Generator(device=self.device)
             generator.seed()
+        elif not isinstance(generator, torch.Generator) or generator.device.type != self.device.type:
+            raise InvalidArgument(
+                f"generator={generator!r}, but must be a torch.Generator on {self.device}, or None"
+            )
         self._generator = generator
         self._allocate(torch.float32 if self._takes_probs else rows_dtype, rows)
         self._processors = self._static_processors(processors)
@@ -211,15 +227,23 @@ class CudaGraphRunner:
         """The captured batch size that a batch of this size runs in, or None if it is too large."""
         return next((size for size in self.batch_sizes if size >= batch_size), None)
 
-    def can_run(
-        self, batch: VerifyInput, rows: torch.Tensor | None = None, depth_cap: int | None = None
-    ) -> bool:
-        """Whether :meth:`replay` takes this batch.
+    def can_run(self, batch: VerifyInput, rows: Any = None, depth_cap: int | None = None) -> bool:
+        """Whether :meth:`replay` takes a batch and rows of these shapes, dtypes and device, and this cap.
 
-        No more requests or slots than captured; the same V, dtype, device and depth cap. Compares requests
-        with requests: a batch of 2 trees of 5 nodes needs a bucket of 2, not of 10.
+        No more requests or slots than captured, and the same V. Compares requests with requests: a batch of 2
+        trees of 5 nodes needs a bucket of 2, not of 10. Values are not looked at, on the CPU either.
         """
-        return self._why_not(batch, rows, depth_cap) is None
+        try:
+            check_tensors(batch)
+            return self._why_not(batch, self._as_rows(rows, batch), depth_cap) is None
+        except InvalidArgument:
+            return False
+
+    def _as_rows(self, rows: Any, batch: VerifyInput) -> torch.Tensor | None:
+        """Rows as they are; lists and arrays as :func:`treeconv.verify` takes them."""
+        if rows is None or isinstance(rows, torch.Tensor):
+            return rows
+        return check_rows(rows, "target_probs" if self._takes_probs else "logits", batch, ("float32",))
 
     def _why_not(self, batch: VerifyInput, rows: torch.Tensor | None, depth_cap: int | None) -> str | None:
         B, N = batch.candidates.shape
@@ -231,10 +255,16 @@ class CudaGraphRunner:
             return f"device={batch.device}, but must be {self.device}, as captured"
         if depth_cap is not None and depth_cap != self.depth_cap:
             return f"depth_cap={depth_cap}, but must be {self.depth_cap}, as captured"
-        if rows is not None and rows.shape[-1] != self.vocab_size:
-            return f"vocab_size={rows.shape[-1]}, but must be {self.vocab_size}, as captured"
-        if rows is not None and rows.dtype != self.rows.dtype:
+        if rows is None:
+            return None
+        if rows.ndim == 3 and rows.shape[2] != self.vocab_size:
+            return f"vocab_size={rows.shape[2]}, but must be {self.vocab_size}, as captured"
+        if tuple(rows.shape) != (B, N, self.vocab_size):
+            return f"rows.shape={tuple(rows.shape)}, but must be {(B, N, self.vocab_size)}"
+        if rows.dtype != self.rows.dtype:
             return f"rows.dtype={rows.dtype}, but must be {self.rows.dtype}, as captured"
+        if rows.device != self.device:
+            return f"rows.device={rows.device}, but must be {self.device}, as captured"
         return None
 
     def _call(self, size: int, *, draws: bool) -> None:
@@ -307,7 +337,7 @@ class CudaGraphRunner:
     def replay(
         self,
         batch: VerifyInput,
-        rows: torch.Tensor | None = None,
+        rows: Any = None,
         temperature: Any = None,
         coins: Coins | None = None,
         depth_cap: int | None = None,
@@ -323,8 +353,8 @@ class CudaGraphRunner:
         Args:
             batch: ``[B, N']`` with B up to the largest bucket and N' up to the captured N.
 
-            rows: ``[B, N', V]`` of the captured dtype, copied into the static rows; None where the model
-                wrote to ``runner.rows`` itself.
+            rows: ``[B, N', V]`` of the captured dtype (lists and arrays count as float32), copied into the
+                static rows; None where the model wrote to ``runner.rows`` itself.
 
             temperature: a scalar or ``[B]``; needed for the logits interface.
 
@@ -351,12 +381,16 @@ class CudaGraphRunner:
 
         Raises:
             InvalidArgument: a batch that :meth:`can_run` refuses, or was not captured; bad rows,
-                temperatures, coins, processors or filters, or such as were not captured.
+                temperatures, coins, processors or filters, or such as were not captured; on the CPU also
+                tokens and places that :func:`treeconv.verify` refuses.
+            InvalidTree: pointers that are no tree (checked on the CPU).
         """
-        check_verify_input(batch)
+        check_tensors(batch)
+        rows = self._as_rows(rows, batch)
         reason = self._why_not(batch, rows, depth_cap)
         if reason is not None:
             raise InvalidArgument(reason)
+        check_trees(batch, self.vocab_size)
         B, slots = batch.candidates.shape
         size = self.bucket(B)
         if size is None or (size, coins is None) not in self._graphs:
@@ -366,9 +400,7 @@ class CudaGraphRunner:
                 raise InvalidArgument("temperature=None, but must be a number or one per request")
             self.temperature[:B].copy_(check_temperature(temperature, batch))
         if rows is not None:
-            dtype = str(self.rows.dtype).removeprefix("torch.")
-            checked = check_rows(rows, "target_probs" if self._takes_probs else "logits", batch, (dtype,))
-            self.rows[:B, :slots].copy_(checked)
+            self.rows[:B, :slots].copy_(rows.detach())
         if coins is not None:
             coins = check_coins(coins, batch)
             self._coins.accept[:B, :slots].copy_(coins.accept)

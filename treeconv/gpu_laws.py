@@ -38,7 +38,8 @@ class GpuLaw:
 
         meaning: one line for a person who never read the design.
 
-        check: ``(backend, device, rng, sizes) -> decisions judged``; raises :class:`Violation`.
+        check: ``(backend, device, rng, sizes) -> decisions judged`` (a :class:`~treeconv._gpu_checks.Judged`
+            where some may be left out); raises :class:`Violation`.
 
         subject: "backend", "graph" (a backend that a graph can hold), "converter" or "sgl" (SGLang's kernels,
             which take trees that nothing here converted).
@@ -64,18 +65,21 @@ class GpuLaw:
             return "about SGLang's own kernels"
         return None
 
-    def run(self, backend: Backend | None, device: torch.device | str, sizes: Sizes, seed: int = 0) -> int:
+    def run(
+        self, backend: Backend | None, device: torch.device | str, sizes: Sizes, seed: int = 0
+    ) -> checks.Judged:
         """Judge a backend.
 
         Returns:
-            How many decisions were judged.
+            How many decisions were judged; what was left out, on a device too small for it, in ``left_out``.
 
         Raises:
             LawBroken: the readable failure.
         """
         device = torch.device(device)
         try:
-            return self.check(backend, device, np.random.default_rng(seed), sizes)
+            judged = self.check(backend, device, np.random.default_rng(seed), sizes)
+            return judged if isinstance(judged, checks.Judged) else checks.Judged(judged)
         except Violation as violation:
             name = None if backend is None else backend.name
             lines = [

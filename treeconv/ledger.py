@@ -15,9 +15,13 @@ from treeconv.errors import InvalidArgument, LawBroken
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["Finding", "Ledger", "Verdict"]
+__all__ = ["Finding", "Ledger", "NotLaunched", "Verdict"]
 
 Outcome = Literal["found again", "unexpected pass", "quarantined", "absent in this version", "not launched"]
+
+
+class NotLaunched(Exception):
+    """An attempt that cannot be made here, as on a card too small for it; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Verdict:
         finding: the finding.
 
         outcome: "found again"; "unexpected pass"; "quarantined"; "absent in this version" (it passed, in a
-            version that the finding does not list); or "not launched" (the backend is not here).
+            version that the finding does not list); or "not launched" (the backend is not here, or no attempt
+            could be made).
 
         message: the broken law's text, which attempt passed, or why nothing was launched.
     """
@@ -128,8 +133,8 @@ class Ledger:
             version: of the backend that is here; None where it is not.
 
             attempts: what -> a call that raises :class:`LawBroken` while the fault is there, such as
-                "the stored case" and "the suite". Any other exception is passed on: a check that cannot run
-                has found nothing.
+                "the stored case" and "the suite", or :class:`NotLaunched` where it cannot be made here. Any
+                other exception is passed on: a check that cannot run has found nothing.
 
         Raises:
             InvalidArgument: no attempt, so that nothing could have been found.
@@ -141,15 +146,22 @@ class Ledger:
             return Verdict(finding, "not launched", f"backend {finding.backend} is not here")
         if not attempts:
             raise InvalidArgument(f"attempts={{}}, but must hold at least one for finding {name!r}")
-        texts, passed = [], []
+        texts, passed, skipped = [], [], {}
         for what, attempt in attempts.items():
             try:
                 attempt()
             except LawBroken as broken:
                 texts.append(f"{what}: {broken}")
+            except NotLaunched as reason:
+                skipped[what] = reason
             else:
                 passed.append(what)
+        if not passed and not texts:
+            return Verdict(
+                finding, "not launched", "\n".join(f"{what}: {reason}" for what, reason in skipped.items())
+            )
         if not passed:
+            texts += [f"{what}, not launched: {reason}" for what, reason in skipped.items()]
             return Verdict(finding, "found again", "\n".join(texts))
         where = f"{' and '.join(passed)} broke no law with {version}"
         if version in finding.versions:

@@ -109,6 +109,10 @@ class Backend(Protocol):
 
     ``processors`` likewise, and only to ``verify``: handed over only where some request may have one on,
     and only the kinds that the traits claim in ``takes_processors``.
+
+    One that keeps scratch between calls may have ``with_own_scratch()``, which returns another like it that
+    shares none: :class:`~treeconv.cuda_graph.CudaGraphRunner` asks for one, so that its replays may run
+    beside other calls.
     """
 
     name: str

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from treeconv._validate import check_verify_input
+from treeconv._validate import (
+    check_coins,
+    check_int,
+    check_rows,
+    check_temperature,
+    check_tensors,
+    check_trees,
+)
 from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.tree import Coins, RowStatus, TreeMaskMode, VerifyInput, VerifyOutput
@@ -154,9 +161,10 @@ class SglBackend:
 
     The guarded form adds:
 
-    * Before the call: ``B*N*V >= 2**32`` is refused (offsets wrap, silently), and so are trees that are no
-      trees, or repeat a token among siblings; their contents are read back for it, except while a CUDA
-      graph is captured.
+    * Before the call: ``B*N*V >= 2**32`` is refused (offsets wrap, silently), and so are shapes and dtypes
+      that do not fit, trees that are no trees or repeat a token among siblings, tokens outside the
+      vocabulary, and flat indices other than ``b * N + i`` (the kernel reads and writes wherever they
+      lead). Trees are read back for it, except while a CUDA graph is captured.
     * Inside the call, and so inside a captured region: the scratch is cleared.
     * Coins: the kernel accepts a child where ``coin <= acc``, so coin 0 accepts a child of no mass. It is
       handed the next float32 above each coin, which makes that test ``coin < acc`` exactly. At a node
@@ -200,7 +208,10 @@ class SglBackend:
         Raises:
             InvalidArgument, InvalidTree: see the class.
         """
-        self._check(batch, logits.shape[2])
+        if not self.raw:
+            self._check(batch, "logits", logits, depth_cap)
+            _check_offsets(logits)
+            temperature, coins = check_temperature(temperature, batch), check_coins(coins, batch)
         probs = self._probs(logits, temperature)
         status = None
         if not self.raw:
@@ -215,9 +226,11 @@ class SglBackend:
         Raises:
             InvalidArgument, InvalidTree: see the class.
         """
-        self._check(batch, target_probs.shape[2])
         status = None
         if not self.raw:
+            self._check(batch, "target_probs", target_probs, depth_cap, ("float32",))
+            _check_offsets(target_probs)
+            coins = check_coins(coins, batch)
             status = _row_status(target_probs.amax(dim=2), 0.0)
             status = torch.where(target_probs.amin(dim=2) < 0, int(RowStatus.NAN), status)
         return self._run(batch, target_probs.contiguous(), coins, depth_cap, status)
@@ -229,7 +242,8 @@ class SglBackend:
             InvalidArgument, InvalidTree: see the class.
             BackendUnavailable: this version of SGLang has no such operator.
         """
-        self._check(batch, 1)
+        if not self.raw:
+            self._check(batch, "logits", logits, depth_cap)
         output = self._empty_output(batch, depth_cap)
         self.kernels.call(
             "verify_tree_greedy",
@@ -291,17 +305,22 @@ class SglBackend:
         candidates = torch.cat([draft.root_token_ids[:, None], draft.draft_tokens], dim=1).to(device)
         return VerifyInput(candidates, index, child, sibling, positions.view(B, N), prefix_lens), mask
 
-    def _check(self, batch: VerifyInput, vocab_size: int) -> None:
-        if self.raw:
-            return
-        B, N = batch.candidates.shape
-        if B * N * vocab_size >= _WRAPS_AT:
-            raise InvalidArgument(
-                f"B*N*V={B}*{N}*{vocab_size}={B * N * vocab_size}, but must be < {_WRAPS_AT} for SGLang's"
-                " kernel: it keeps offsets in 32 bits, and requests past that read another request's rows"
-            )
-        if batch.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            check_verify_input(batch.to("cpu"))
+    def _check(
+        self,
+        batch: VerifyInput,
+        name: str,
+        rows: torch.Tensor,
+        depth_cap: int,
+        dtypes: tuple[str, ...] | None = None,
+    ) -> None:
+        """What :func:`treeconv.verify` checks on the CPU, here wherever the batch lies."""
+        check_tensors(batch)
+        check_rows(rows, name, batch, dtypes or self.traits.rows_dtypes)
+        check_int(depth_cap, "depth_cap", 1)
+        if batch.device.type != "cuda":
+            check_trees(batch, rows.shape[2])
+        elif not torch.cuda.is_current_stream_capturing():
+            check_trees(batch.to("cpu"), rows.shape[2])
 
     def _probs(self, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
         """``[B, N, V]`` float32."""
@@ -375,6 +394,15 @@ def raw_sgl_backend() -> SglBackend:
     return SglBackend(raw=True)
 
 
+def _check_offsets(rows: torch.Tensor) -> None:
+    B, N, V = rows.shape
+    if B * N * V >= _WRAPS_AT:
+        raise InvalidArgument(
+            f"B*N*V={B}*{N}*{V}={B * N * V}, but must be < {_WRAPS_AT} for SGLang's kernel: it keeps offsets"
+            " in 32 bits, and requests past that read another request's rows"
+        )
+
+
 def _row_status(peaks: torch.Tensor, least: float) -> torch.Tensor:
     """``[B, N]`` int32 :class:`RowStatus` from each row's maximum, which hands NaN on.
 
@@ -412,7 +440,8 @@ def _parents(batch: VerifyInput) -> torch.Tensor:
 
     def pointed_from(pointer: torch.Tensor) -> torch.Tensor:
         spare = torch.full((B, N + 1), -1, dtype=torch.int64, device=first.device)  # unused -1s land behind
-        return spare.scatter_(1, torch.where(pointer < 0, N, pointer), slots)[:, :N]
+        # Padding's may hold anything, and a captured call's were not checked.
+        return spare.scatter_(1, torch.where((pointer < 0) | (pointer >= N), N, pointer), slots)[:, :N]
 
     parent, elder = pointed_from(first), pointed_from(sibling)
     eldest = torch.where(elder >= 0, elder, slots)

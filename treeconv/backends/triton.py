@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from treeconv._validate import check_int
 from treeconv.backends.base import BackendTraits
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.kernels.launch import (
@@ -49,8 +50,17 @@ class TritonBackend:
 
     No softmax of rows that are not visited, no host synchronisation; with ``out=`` no allocation, so a
     call can be captured in a CUDA graph once one like it ran outside (which compiles the kernel and
-    lays out scratch). Scratch belongs to the stream of the call: calls on one stream, and graphs captured
-    on it, share theirs and must not run at the same time as each other; different streams are independent.
+    lays out scratch).
+
+    Scratch (3.2 MB) belongs to the stream of the call: calls on one stream, and graphs captured on it, share
+    theirs and must not run at the same time as each other, on whatever streams the graphs are replayed;
+    different streams are independent. ``torch.cuda.Stream()`` hands out streams of a pool again, and
+    ``torch.cuda.graph`` captures on one and the same stream unless told otherwise: graphs that are to be
+    replayed at once need streams of their own, or backends of their own (:meth:`with_own_scratch`).
+
+    A capture on a stream that nothing was called on takes a spare. Every call outside a capture lays one out
+    if there is none; none is laid out inside one, where its filling would be part of the graph and put the
+    scratch back at each replay. So two such captures need a call between them.
     """
 
     name = "triton"
@@ -66,6 +76,11 @@ class TritonBackend:
     def __init__(self) -> None:
         self._workspaces: dict[tuple[torch.device, int], Workspace] = {}
         self._spares: dict[torch.device, list[Workspace]] = {}
+
+    @staticmethod
+    def with_own_scratch() -> TritonBackend:
+        """Another backend, whose calls and graphs share no scratch with this one's."""
+        return TritonBackend()
 
     def verify(
         self,
@@ -105,8 +120,8 @@ class TritonBackend:
         Raises:
             InvalidArgument: a shape, dtype, stride or size the kernel does not take, or mixed devices.
 
-            BackendUnavailable: no CUDA device under the tensors and no interpreter, or a capture before
-                any call outside one.
+            BackendUnavailable: no CUDA device under the tensors and no interpreter, or a capture that no
+                call outside one laid out scratch for (see the class).
         """
         if logits.dtype not in _LOGIT_DTYPES:
             raise InvalidArgument(f"logits.dtype={logits.dtype}, but must be bfloat16, float16 or float32")
@@ -216,8 +231,7 @@ class TritonBackend:
             raise InvalidArgument(
                 f"{rows_name}.stride()={rows.stride()}, but must end in 1: the vocabulary is contiguous"
             )
-        if depth_cap < 1:
-            raise InvalidArgument(f"depth_cap={depth_cap}, but must be >= 1: the root takes a slot")
+        depth_cap = check_int(depth_cap, "depth_cap", 1)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(given, (B,))
         shapes |= dict.fromkeys((*trees, "coins.accept"), (B, N))
         shapes |= {"logit_bias": (B, V), "token_bitmask": (B, N, bitmask_words(V))}
@@ -229,6 +243,8 @@ class TritonBackend:
             dtype = dtypes.get(name, torch.float32)
             if tensor.dtype != dtype:
                 raise InvalidArgument(f"{name}.dtype={tensor.dtype}, but must be {dtype}")
+        if programs is not None:
+            programs = check_int(programs, "programs", 1)
         if programs is None:
             programs = self.programs_for(B, V, device)
         elif programs > 1 and (INTERPRETED or not speaks_ptx(device)):
@@ -236,7 +252,7 @@ class TritonBackend:
             if INTERPRETED:
                 why = "in the interpreter: it runs one at a time"
             raise InvalidArgument(f"programs={programs}, but must be 1 {why}")
-        elif not 1 <= programs <= -(-V // chunk_size(V)):
+        elif programs > -(-V // chunk_size(V)):
             raise InvalidArgument(
                 f"programs={programs}, but must be in [1, {-(-V // chunk_size(V))}], the chunks of a row"
             )
@@ -293,8 +309,8 @@ class TritonBackend:
     def _workspace(self, device: torch.device) -> Workspace:
         """The scratch of the current stream, made on first use; a capture takes the spare made earlier.
 
-        Scratch allocated inside a capture would live in the graph's pool and be initialised by each replay
-        only, so eager calls on that stream would find it uninitialised.
+        Scratch allocated inside a capture would live in the graph's pool and be filled by its replays alone:
+        calls on that stream would find it as it was, and each replay would start its epochs anew.
         """
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (device, stream)
@@ -305,6 +321,12 @@ class TritonBackend:
                 self._workspaces[key] = Workspace(device)
             elif spares:
                 self._workspaces[key] = spares.pop()
+            elif any(known == device for known, _ in self._workspaces):
+                raise BackendUnavailable(
+                    "the triton backend was captured in a CUDA graph on a new stream, but the scratch that"
+                    " its last call outside one laid out is taken by another stream: it must be called once"
+                    " more outside a capture before this one, or captured on a stream that it was called on"
+                )
             else:
                 raise BackendUnavailable(
                     "the triton backend was captured in a CUDA graph before its first call, but must be"

@@ -7,19 +7,22 @@ the verifier without waiting, inside a CUDA graph too.
 **How.** A program takes 16 rows (nodes) of one tree. First child and next sibling are minima over all
 nodes that name the row, or its parent, as their parent: compared tile by tile, with no order to keep. The
 ancestors of all 16 rows are walked up at once, one load a level, into one bit set a row, from which all
-three masks are written. A parent that is not before its child (or is missing) ends the walk there: no
-input makes the kernel hang or leave its buffers; such a node is unreachable from the root.
+three masks are written. A parent that is not before its child (or is missing) ends the walk there; such a
+node is unreachable from the root. Prefixes are cut to what the mask's buffer can hold, and sizes to N: no
+input makes the kernel hang or leave its buffers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from treeconv._validate import check_int
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.tree import TreeMaskMode, VerifyInput
 
@@ -71,6 +74,7 @@ def _convert_tree_kernel(
     child_ptr,
     sibling_ptr,
     positions_ptr,
+    lens_ptr,
     mask_ptr,
     mask_size,
     N,
@@ -81,7 +85,7 @@ def _convert_tree_kernel(
     tree = tl.program_id(0)
     row = tl.program_id(1) * _ROWS + tl.arange(0, _ROWS)
     base = tree.to(tl.int64) * N
-    size = tl.minimum(tl.load(sizes_ptr + tree), N).to(tl.int32)
+    size = tl.maximum(tl.minimum(tl.load(sizes_ptr + tree), N), 0).to(tl.int32)
     is_node = row < size
     # A node's parent comes before it; the root's, and any other number, counts as none.
     parent = tl.load(parents_ptr + base + row, mask=is_node, other=-1)
@@ -120,6 +124,7 @@ def _convert_tree_kernel(
     tl.store(child_ptr + base + row, tl.where(child < N, child, -1).to(tl.int64), mask=inside)
     tl.store(sibling_ptr + base + row, tl.where(sibling < N, sibling, -1).to(tl.int64), mask=inside)
     tl.store(positions_ptr + base + row, prefix + depth, mask=inside)
+    tl.store(lens_ptr + tree, prefix, mask=tl.program_id(1) == 0)
 
     if MODE == 2:  # QLEN_ONLY_BITPACKING
         at = (base + row)[:, None] * ((N + 31) // 32) + word
@@ -130,9 +135,13 @@ def _convert_tree_kernel(
             before = tl.zeros((128,), tl.int64)
             for start in range(0, tree, 128):
                 other = start + tl.arange(0, 128)
-                before += tl.load(prefix_ptr + other, mask=other < tree, other=0).to(tl.int64)
+                length = tl.load(prefix_ptr + other, mask=other < tree, other=0).to(tl.int64)
+                before += tl.maximum(length, 0)
+            # None longer than the mask: all behind the first row of a longer one lies outside anyway.
+            prefix = tl.minimum(tl.maximum(prefix, 0), mask_size)
             at = N * (tl.sum(before, 0) + base) + row * (prefix + N)
-            at = tl.where(inside, at, mask_size)  # a row past the tree's slots writes nothing
+            # A row past the tree's slots writes nothing, nor one so far out that its offset wrapped.
+            at = tl.where(inside & (at >= 0) & (at < mask_size), at, mask_size)
             _fill_prefix(mask_ptr, at, prefix, mask_size, is_node, WIDE)
             at += prefix
         else:
@@ -191,7 +200,13 @@ def mask_shape(
     return (B, N), torch.uint8 if N <= 8 else torch.uint16 if N <= 16 else torch.uint32
 
 
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(f"{name} is a {type(tensor).__name__}, but must be a torch.Tensor")
+
+
 def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    _check_tensor(name, tensor)
     if tuple(tensor.shape) != shape:
         raise InvalidArgument(f"{name}.shape={tuple(tensor.shape)}, but must be {shape}")
     if tensor.dtype not in (torch.int64, torch.int32):
@@ -221,26 +236,30 @@ def convert_tree(
 
         sizes: ``[B]`` nodes of each tree; slots behind them are padding, whatever they hold. Default: N.
 
-        prefix_lens: ``[B]`` committed tokens before each root, >= 0. Default: 0.
+        prefix_lens: ``[B]`` int64 or int32 committed tokens before each root, >= 0. Default: 0.
 
         mode: which mask to write; None for none.
 
         prefix_sum: FULL_MASK only: the sum of ``prefix_lens``, or more: the mask holds
             ``N * (prefix_sum + B * N)`` elements, and those behind the last tree's are not written.
 
-        out: tensors to write into, as an earlier call returned them; nothing is allocated then.
+        out: tensors to write into, as an earlier call returned them, ``prefix_lens`` too; nothing is
+            allocated then.
 
     Returns:
         The converted batch and its mask: equal to :func:`treeconv.to_verify_input` and
         :func:`treeconv.tree_mask` on the same trees, bit for bit.
 
     Raises:
-        InvalidArgument: a shape, dtype or device that breaks the rules above, N above 1024, or an unknown
-            mode.
+        InvalidArgument: no tensor, a shape, dtype or device that breaks the rules above, N above 1024, an
+            unknown mode, or a ``prefix_sum`` that is no integer >= 0.
         BackendUnavailable: a CPU tensor without Triton's interpreter.
     """
+    _check_tensor("parents", parents)
     if parents.ndim != 2 or 0 in parents.shape:
         raise InvalidArgument(f"parents.shape={tuple(parents.shape)}, but must be [B, N] with B, N >= 1")
+    if prefix_sum is not None:
+        prefix_sum = check_int(prefix_sum, "prefix_sum", 0)
     if mode is not None and mode not in set(TreeMaskMode):
         raise InvalidArgument(f"mode={mode!r}, but must be None or one of {[m.name for m in TreeMaskMode]}")
     device = parents.device
@@ -261,7 +280,7 @@ def convert_tree(
         prefix_sum = 0 if prefix_sum is None else prefix_sum
     sizes = _checked("sizes", sizes, (B,), device)
     prefix_lens = _checked("prefix_lens", prefix_lens, (B,), device)
-    out = _outputs(out, mode, B, N, prefix_lens, prefix_sum)
+    out = _outputs(out, mode, B, N, device, prefix_sum)
     batch, mask = out.batch, out.mask
     # Without a mask the kernel never touches this pointer.
     target = batch.positions if mask is None else mask
@@ -278,6 +297,7 @@ def convert_tree(
         batch.retrieve_next_token,
         batch.retrieve_next_sibling,
         batch.positions,
+        batch.prefix_lens,
         target,
         0 if mask is None else mask.numel(),
         N,
@@ -294,18 +314,21 @@ def _outputs(
     mode: TreeMaskMode | None,
     B: int,
     N: int,
-    prefix_lens: torch.Tensor,
+    device: torch.device,
     prefix_sum: int | None,
 ) -> DeviceTrees:
     """The tensors to write into: new ones, or the given ones once they fit."""
-    device = prefix_lens.device
     names = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "positions")
     shape, dtype = (None, None) if mode is None else mask_shape(mode, B, N, prefix_sum)
     if out is None:
         fields = torch.empty((len(names), B, N), dtype=torch.int64, device=device)
-        batch = VerifyInput(**dict(zip(names, fields, strict=True)), prefix_lens=prefix_lens)
+        lens = torch.empty(B, dtype=torch.int64, device=device)
+        batch = VerifyInput(**dict(zip(names, fields, strict=True)), prefix_lens=lens)
         return DeviceTrees(batch, None if mode is None else torch.empty(shape, dtype=dtype, device=device))
+    if not isinstance(out, DeviceTrees):
+        raise InvalidArgument(f"out is a {type(out).__name__}, but must be DeviceTrees, as a call returned")
     wanted = {name: (getattr(out.batch, name), (B, N), torch.int64) for name in names}
+    wanted["prefix_lens"] = (out.batch.prefix_lens, (B,), torch.int64)
     if mode is not None:
         wanted["mask"] = (out.mask, shape, dtype)
     for name, (tensor, want, want_dtype) in wanted.items():
