@@ -115,10 +115,11 @@ def _tiled(tensors: CaseTensors, positions: Sequence[int]) -> CaseTensors:
     device = tensors.rows.device
     prefix = torch.tensor(list(positions), dtype=torch.int64, device=device)
     pointers = ("candidates", "retrieve_next_token", "retrieve_next_sibling")
+    depths = tensors.batch.positions - tensors.batch.prefix_lens[:, None]  # the case has a prefix of its own
     batch = VerifyInput(
         **{name: getattr(tensors.batch, name).repeat(copies, 1) for name in pointers},
         retrieve_index=torch.arange(count * slots, device=device).view(count, slots),
-        positions=tensors.batch.positions.repeat(copies, 1) + prefix[:, None],
+        positions=depths.repeat(copies, 1) + prefix[:, None],
         prefix_lens=prefix,
     )
     rows, temperature = tensors.rows.repeat(copies, 1, 1), tensors.temperature.repeat(copies)
