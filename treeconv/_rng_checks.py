@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treeconv import _other_process
 from treeconv._drive import submit
 from treeconv._verify import choose_coins
 from treeconv.judge import Observed, Violation, observe, target_rows
@@ -278,27 +279,46 @@ def _as_rank(rank: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
+def _draw_there(
+    backend: Backend, device: str, *, generator_seed: int | None = None, **call: Any
+) -> list[Observed]:
+    """:func:`draw` in another process, which no generator can be handed to."""
+    generator = None if generator_seed is None else generator_of(generator_seed, device)
+    return draw(backend=backend, device=device, generator=generator, **call)
+
+
 def ranks_agree(case: VerifyCase, backend: Backend, device: str) -> int:
-    """The same call as each of three ranks makes it."""
+    """The same call as each of three ranks makes it, and now and then as another process does."""
     case = handed(case, backend, exact=True)
     count = len(case.requests)
     seeds = seeds_of(case, 2 * count)
     positions = [seed % 2**24 for seed in seeds[count:]]
+    first: dict[str, Sequence[Observed]] = {}
     judged = 0
+
+    def compare(door: str, who: str, text: Sequence[Observed]) -> None:
+        nonlocal judged
+        for place in range(count):
+            if text[place] != first[door][place]:
+                why = f"coins drawn from {door}, the same on every rank"
+                raise Violation(place, f"{who}: {text[place]}", f"as rank 0: {first[door][place]}", why)
+        judged += count
+
     for door in doors_of(backend):
-        texts = []
         for rank in range(3):
             with _as_rank(rank):
                 given: dict[str, Any] = {"seeds": seeds[:count]}
                 if door == "generator":
                     given = {"generator": generator_of(seeds[0], device)}
-                texts.append(draw(case, backend, device, positions, **given))
-        for rank, text in enumerate(texts):
-            for place in range(count):
-                if text[place] != texts[0][place]:
-                    why = f"coins drawn from {door}, the same on every rank"
-                    raise Violation(
-                        place, f"rank {rank}: {text[place]}", f"as rank 0: {texts[0][place]}", why
-                    )
-        judged += len(texts) * count
+                text = draw(case, backend, device, positions, **given)
+            first.setdefault(door, text)
+            compare(door, f"rank {rank}", text)
+    if seeds[0] % 2 == 0:
+        calls: list[dict[str, Any]] = []
+        for door in first:
+            drawn_from = {"seeds": seeds[:count]} if door == "seeds" else {"generator_seed": seeds[0]}
+            calls.append({"case": case, "positions": positions, **drawn_from})
+        texts = _other_process.ask(backend, device, calls, _draw_there)
+        for door, text in zip(first, texts or (), strict=False):
+            compare(door, "another process (a new interpreter)", text)
     return judged

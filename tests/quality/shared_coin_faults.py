@@ -1,7 +1,9 @@
-"""Ways to draw coins that are wrong between seeds and steps, requests and calls, or nodes.
+"""Ways to draw coins that are wrong between seeds and steps, requests and calls, nodes, or processes.
 
 What ``rng_faults.py`` has are the plain ones; these share coins in a pattern that one must think of to try.
 """
+
+import os
 
 import torch
 from registry import planting
@@ -122,3 +124,21 @@ class ShuffledRequestsShareCoins(Generated):
     def uniforms(self, size, count, generator):
         places = torch.randperm(size, generator=torch.Generator().manual_seed(0)) // 2
         return super().uniforms((size + 1) // 2, count, generator)[places]
+
+
+# --- processes ----------------------------------------------------------------------------------------
+
+
+@fault("K5", "ranks-agree")
+class SeedsByPythonsHash(Seeded):
+    """The hash of a string is another number in every process."""
+
+    def seeds(self, batch, seeds):
+        both = zip(seeds.tolist(), batch.prefix_lens.tolist(), strict=True)
+        return torch.tensor([hash(f"{seed}/{step}") for seed, step in both])
+
+
+@fault("K5", "ranks-agree")
+class ProcessIsMixedIn(Seeded):
+    def seeds(self, batch, seeds):
+        return seeds + os.getpid()
