@@ -10,18 +10,16 @@ from __future__ import annotations
 import os
 import random
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import combinations, product
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treeconv import _other_process
 from treeconv._drive import submit
 from treeconv._verify import choose_coins
-from treeconv.case import Request, VerifyCase
 from treeconv.judge import Observed, Violation, observe, target_rows
-from treeconv.statistical_testing import EProcess, binomial_p_value, split_rate
+from treeconv.statistical_testing import EProcess, split_rate
 from treeconv.tree import DraftTree, RowStatus, VerifyInput
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treeconv.backends.base import Backend
-    from treeconv.case import CaseTensors
+    from treeconv.case import CaseTensors, VerifyCase
 
 FALSE_FAIL_RATE = 1e-12  # of one law on one case
 
@@ -40,10 +38,6 @@ _WORTH_GOING_ON = 3.0  # log of the e-value at which more texts are drawn
 # same, and its evidence grows falsely by no more than exp(8192 / 2**16).
 _BLUR = 2.0**-16
 
-_WIDTH = 16  # outcomes of a revealing draw
-_STREAMS = 16  # independent pairs of which each must not agree
-_FAR = (8, 16, 20)  # log2 of how many steps on nothing may have come round
-
 
 def seeds_of(case: VerifyCase, count: int) -> list[int]:
     """Seeds that the case fixes: by its first request's coins, which are drawn with it and not used."""
@@ -52,7 +46,7 @@ def seeds_of(case: VerifyCase, count: int) -> list[int]:
     return [int(seed) for seed in np.random.SeedSequence(words).generate_state(count, np.uint64)]
 
 
-def _handed(case: VerifyCase, backend: Backend, *, exact: bool = False) -> VerifyCase:
+def handed(case: VerifyCase, backend: Backend, *, exact: bool = False) -> VerifyCase:
     """The case as the backend takes it: in logarithms where it has no probability interface.
 
     ``exact``: then each row becomes even over a power of two of its tokens, which float32 divides exactly.
@@ -115,7 +109,7 @@ def _tiled(tensors: CaseTensors, positions: Sequence[int]) -> CaseTensors:
     device = tensors.rows.device
     prefix = torch.tensor(list(positions), dtype=torch.int64, device=device)
     pointers = ("candidates", "retrieve_next_token", "retrieve_next_sibling")
-    depths = tensors.batch.positions - tensors.batch.prefix_lens[:, None]
+    depths = tensors.batch.positions - tensors.batch.prefix_lens[:, None]  # the case has a prefix of its own
     batch = VerifyInput(
         **{name: getattr(tensors.batch, name).repeat(copies, 1) for name in pointers},
         retrieve_index=torch.arange(count * slots, device=device).view(count, slots),
@@ -126,7 +120,7 @@ def _tiled(tensors: CaseTensors, positions: Sequence[int]) -> CaseTensors:
     return replace(tensors, batch=batch, rows=rows, temperature=temperature)
 
 
-def _generator(seed: int, device: str) -> Any:
+def generator_of(seed: int, device: str) -> Any:
     import torch  # noqa: PLC0415
 
     return torch.Generator(device).manual_seed(seed % 2**63)
@@ -137,7 +131,7 @@ def _generator(seed: int, device: str) -> Any:
 
 def sampled_law(case: VerifyCase, backend: Backend, device: str) -> int:
     """Texts over fresh coins, the next token at each node counted: evidence against the target's law."""
-    case = _handed(case, backend)
+    case = handed(case, backend)
     subject = case.requests[0]
     rows = target_rows(subject, case.kind, case.filter_order)
     if any(rows[node].status is not RowStatus.OK for node in range(len(subject.tree))):
@@ -161,7 +155,7 @@ def _sampled_law_through(
     alone, cap = case.replace_requests([subject]), case.effective_depth_cap
     # Half of the texts are one request's at successive steps, half are many requests' at one step.
     seeds = seeds_of(case, 2 + _MOST)
-    steps, others, generator = seeds[0], seeds[2:], _generator(seeds[1], device)
+    steps, others, generator = seeds[0], seeds[2:], generator_of(seeds[1], device)
     evidence = {node: EProcess(claim.tolist()) for node, claim in claims.items()}
     rate = split_rate(FALSE_FAIL_RATE, 2 * len(claims)) / 1.2  # 1.2 > exp(8192 / 2**16)
     drawn, more = 0, _FEWEST
@@ -219,130 +213,12 @@ def _unlikely(case: VerifyCase, door: str, node: int, process: EProcess, drawn: 
     )
 
 
-# --- fresh coins --------------------------------------------------------------------------------------
-
-
-def _revealing(depth: int) -> tuple[DraftTree, NDArray[np.float32]]:
-    """A tree whose text shows one node's coin and the final coin: a chain of certain drafts, then a fan.
-
-    All masses are 1 or 1/16, so that the logits 0 and -inf give the same law exactly.
-    """
-    parents = [-1, *range(depth), *[depth] * _WIDTH]
-    tokens = [0, *[0] * depth, *range(_WIDTH)]
-    rows = np.full((len(parents), _WIDTH), 1 / _WIDTH, np.float32)
-    rows[:depth] = np.eye(1, _WIDTH)
-    return DraftTree(tuple(parents), tuple(tokens)), rows
-
-
-@dataclass(frozen=True)
-class _Draws:
-    """What one set of streams shows: name of a coin -> ``[streams]`` which of 16 outcomes it drew."""
-
-    label: str
-    coins: dict[str, NDArray[np.int64]]
-
-
-def fresh_coins(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Coins of other seeds, steps, calls and requests, and of one text, do not repeat one another."""
-    words = seeds_of(case, 3)
-    # The first nodes, and one further down: coins that come round are seen where they do.
-    further = 2 + words[1] % 8 if words[2] % 2 else (8, 16, 32)[words[1] % 3]
-    depths = (0, 1, further)
-    fans = [_revealing(depth) for depth in depths]
-    requests = [Request(tree, rows, 1.0, np.full(len(tree), 0.5, np.float32), 0.5) for tree, rows in fans]
-    # As padded as the case is, and more than its largest tree needs.
-    slots = max(len(tree) for tree, _ in fans) + len(case.requests[0].tree) % 4
-    calls = _handed(VerifyCase(tuple(requests), "probs", slots), backend)
-    doors = doors_of(backend)
-    return _fresh_coins_through(doors[words[0] % len(doors)], case, calls, depths, backend, device)
-
-
-def _shown(observed: Sequence[Observed], label: str, depths: Sequence[int]) -> _Draws:
-    coins = {}
-    for which, depth in enumerate(depths):
-        texts = [one.tokens for one in observed[which :: len(depths)]]
-        if any(len(text) != depth + 2 or max(text) >= _WIDTH for text in texts):
-            raise Violation(
-                which, observed[which], f"{depth} certain drafts, a child of node {depth}, a bonus"
-            )
-        coins[f"coin of node {depth}"] = np.array([text[-2] for text in texts])
-        coins[f"final coin at depth {depth + 1}"] = np.array([text[-1] for text in texts])
-    return _Draws(label, coins)
-
-
-@cache
-def _p_value(count: int) -> float:
-    return binomial_p_value(count, _STREAMS, 1 / _WIDTH)
-
-
-def _fresh_coins_through(
-    door: str, case: VerifyCase, calls: VerifyCase, depths: Sequence[int], backend: Backend, device: str
-) -> int:
-    seeds = seeds_of(case, 1 + _STREAMS)
-    size = len(depths) * _STREAMS
-    step = seeds[0] % 2**24
-    shown = []
-
-    def show(label: str, positions: Sequence[int], **drawn_from: Any) -> None:
-        shown.append(_shown(draw(calls, backend, device, positions, **drawn_from), label, depths))
-
-    if door == "generator":
-        one, two = _generator(seeds[1], device), _generator(seeds[2], device)
-        for label, generator in (("a call", one), ("the next call", one), ("another seed's call", two)):
-            show(label, [step] * size, generator=generator)
-        pairs = [(shown[0], shown[1]), (shown[0], shown[2])]
-    else:
-        far = 2 ** _FAR[seeds[0] % len(_FAR)]
-        # Seeds and steps that a careless sum, product or cut would confuse.
-        points = [
-            ("a seed and step", 0, 0),
-            ("the next step", 0, 1),
-            (f"{far} steps on", 0, far),
-            ("the next seed", 1, 0),
-            ("the seed plus 2**32", 2**32, 0),
-        ]
-        for label, seed, further in points:
-            used = [(base + seed) % 2**64 for base in seeds[1:] for _ in depths]
-            show(label, [step + further] * size, seeds=used)
-        pairs = [(shown[0], other) for other in shown[1:]] + [(shown[1], shown[3])]
-    neighbour = _Draws("the next request", {name: np.roll(coin, 1) for name, coin in shown[0].coins.items()})
-    pairs.append((shown[0], neighbour))
-    tests = [
-        (f"{left.label}: {a}", f"{right.label}: {b}", left.coins[a], right.coins[b])
-        for left, right in pairs
-        for a, b in product(left.coins, right.coins)
-    ]
-    # Within one text: the coin of the last node tested, and the final one.
-    for draws in shown:
-        names = list(draws.coins)
-        tests += [
-            (f"{draws.label}: {a}", b, draws.coins[a], draws.coins[b])
-            for a, b in zip(names[::2], names[1::2], strict=True)
-        ]
-        # Nodes of one seed and step.
-        tests += [
-            (f"{draws.label}: {a}", b, draws.coins[a], draws.coins[b]) for a, b in combinations(names[::2], 2)
-        ]
-    rate = split_rate(FALSE_FAIL_RATE, 2 * 2 * len(tests))
-    for name, other, left, right in tests:
-        for what, count in (
-            ("agree", int((left == right).sum())),
-            ("mirror each other", int((left + right == _WIDTH - 1).sum())),
-        ):
-            if _p_value(count) <= rate:
-                got = f"{count} of {_STREAMS} pairs {what}: {name} and {other}, drawn from {door}"
-                why = f"revealed to one of {_WIDTH}: {left.tolist()} and {right.tolist()}"
-                want = f"about {_STREAMS // _WIDTH}, as independent coins do"
-                raise Violation(0, got, want, why, case=calls.replace_requests(calls.requests[:1]))
-    return len(tests)
-
-
 # --- one text for one (seed, position) ----------------------------------------------------------------
 
 
 def seeded_text(case: VerifyCase, backend: Backend, device: str) -> int:
     """The same seeds and steps again: in the batch, reversed, padded, alone, and from a generator reset."""
-    case = _handed(case, backend, exact=True)
+    case = handed(case, backend, exact=True)
     judged = 0
     count = len(case.requests)
     seeds = seeds_of(case, 2 * count)
@@ -369,7 +245,7 @@ def seeded_text(case: VerifyCase, backend: Backend, device: str) -> int:
         judged += 4 * count
     if "generator" in doors_of(backend):
         texts = [
-            draw(case, backend, device, positions, generator=_generator(seeds[0], device)) for _ in range(2)
+            draw(case, backend, device, positions, generator=generator_of(seeds[0], device)) for _ in range(2)
         ]
         for place, (first, second) in enumerate(zip(*texts, strict=True)):
             if first != second:
@@ -403,27 +279,46 @@ def _as_rank(rank: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
+def _draw_there(
+    backend: Backend, device: str, *, generator_seed: int | None = None, **call: Any
+) -> list[Observed]:
+    """:func:`draw` in another process, which no generator can be handed to."""
+    generator = None if generator_seed is None else generator_of(generator_seed, device)
+    return draw(backend=backend, device=device, generator=generator, **call)
+
+
 def ranks_agree(case: VerifyCase, backend: Backend, device: str) -> int:
-    """The same call as each of three ranks makes it."""
-    case = _handed(case, backend, exact=True)
+    """The same call as each of three ranks makes it, and now and then as another process does."""
+    case = handed(case, backend, exact=True)
     count = len(case.requests)
     seeds = seeds_of(case, 2 * count)
     positions = [seed % 2**24 for seed in seeds[count:]]
+    first: dict[str, Sequence[Observed]] = {}
     judged = 0
+
+    def compare(door: str, who: str, text: Sequence[Observed]) -> None:
+        nonlocal judged
+        for place in range(count):
+            if text[place] != first[door][place]:
+                why = f"coins drawn from {door}, the same on every rank"
+                raise Violation(place, f"{who}: {text[place]}", f"as rank 0: {first[door][place]}", why)
+        judged += count
+
     for door in doors_of(backend):
-        texts = []
         for rank in range(3):
             with _as_rank(rank):
                 given: dict[str, Any] = {"seeds": seeds[:count]}
                 if door == "generator":
-                    given = {"generator": _generator(seeds[0], device)}
-                texts.append(draw(case, backend, device, positions, **given))
-        for rank, text in enumerate(texts):
-            for place in range(count):
-                if text[place] != texts[0][place]:
-                    why = f"coins drawn from {door}, the same on every rank"
-                    raise Violation(
-                        place, f"rank {rank}: {text[place]}", f"as rank 0: {texts[0][place]}", why
-                    )
-        judged += len(texts) * count
+                    given = {"generator": generator_of(seeds[0], device)}
+                text = draw(case, backend, device, positions, **given)
+            first.setdefault(door, text)
+            compare(door, f"rank {rank}", text)
+    if seeds[0] % 2 == 0:
+        calls: list[dict[str, Any]] = []
+        for door in first:
+            drawn_from = {"seeds": seeds[:count]} if door == "seeds" else {"generator_seed": seeds[0]}
+            calls.append({"case": case, "positions": positions, **drawn_from})
+        texts = _other_process.ask(backend, device, calls, _draw_there)
+        for door, text in zip(first, texts or (), strict=False):
+            compare(door, "another process (a new interpreter)", text)
     return judged

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from treeconv import _filter_checks as filter_check
+from treeconv import _fresh_coin_checks as fresh_check
 from treeconv import _law_checks as check
 from treeconv import _processor_checks as processor_check
 from treeconv import _rng_checks as rng_check
@@ -248,7 +249,7 @@ BACKEND_LAWS: tuple[Law, ...] = (
     Law(
         "fresh-coins",
         "coins of other seeds, steps, calls and requests, and of one text, are drawn independently",
-        rng_check.fresh_coins,
+        fresh_check.fresh_coins,
         "drawn",
         _ANY,
     ),

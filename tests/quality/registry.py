@@ -27,6 +27,7 @@ MODULES = (
     "mixed_faults",
     "filter_faults",
     "rng_faults",
+    "shared_coin_faults",
     "tree_faults",
     "graph_faults",
 )

@@ -89,7 +89,52 @@ class StreamOfSteps(Seeded):
         return walk.accept[len(path)]
 
 
-RIGHT = [Seeded, Generated, DrawAndMatch, SeededDrawAndMatch, StreamOfSteps]
+class KeyedByPosition(Seeded):
+    """A node's coin is that of its absolute position; the final coin is of another stream, by the prefix.
+
+    Right: a step that accepts k drafts moves the prefix by k + 1, so no text uses a coin twice.
+    """
+
+    name = "keyed-by-position"
+
+    def coins(self, batch, seeds):
+        size, slots = batch.candidates.shape
+        keyed = draw_coins(seeds.repeat_interleave(slots), self.places(batch).reshape(-1), 1)
+        return Coins(keyed.accept.view(size, slots), draw_coins(seeds, batch.prefix_lens, 1).final)
+
+    def places(self, batch):
+        return batch.positions.clamp(min=0)  # of padding anything
+
+
+class KeyedByPrefixAndDepth(KeyedByPosition):
+    """The same coins, whatever the batch says of positions."""
+
+    name = "keyed-by-prefix-and-depth"
+
+    def places(self, batch):
+        depths = (batch.positions - batch.positions[:, :1]).clamp(min=0)
+        return batch.prefix_lens[:, None] + depths
+
+
+class PlainSamplersDraws(SeededDrawAndMatch, KeyedByPosition):
+    """Each token by the draw of its position, with which a sampler without drafts would have drawn it.
+
+    Right, though the coin that ends a step is the one that a longer step would test the next node with.
+    """
+
+    name = "plain-samplers-draws"
+
+
+RIGHT = [
+    Seeded,
+    Generated,
+    DrawAndMatch,
+    SeededDrawAndMatch,
+    StreamOfSteps,
+    KeyedByPosition,
+    KeyedByPrefixAndDepth,
+    PlainSamplersDraws,
+]
 
 
 # --- coins of one text --------------------------------------------------------------------------------
