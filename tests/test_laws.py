@@ -114,7 +114,8 @@ CASES = {
         for ending, case in (
             ("_rule", DYADIC),
             ("_rule_logits", BATCH),
-            ("_filtered", FILTERED if name != "chain" else DYADIC),
+            ("_filtered", FILTERED),
+            ("_any", DYADIC),
             ("_drafts", DYADIC),
             ("_fixed", DYADIC),
         )

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from treeconv.case import UNUSABLE, VerifyCase, round_rows
-from treeconv.processors import pack_bitmask
+from treeconv.processors import RequestProcessors, pack_bitmask
 from treeconv.tree import DraftTree
 
 if TYPE_CHECKING:
+    from treeconv.backends.base import BackendTraits
     from treeconv.case import Request
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "repeated_top",
     "ties_of_zeros",
     "unusable_roots",
+    "with_settings",
     "without_token_0",
 ]
 
@@ -106,3 +108,44 @@ def repeated_top(case: VerifyCase) -> list[VerifyCase]:
         presence_penalty=0.5 * scale,
     )
     return [case.replace_requests([replace(subject, processors=held)])]
+
+
+def with_settings(case: VerifyCase, traits: BackendTraits) -> list[VerifyCase]:
+    """Every request filtered; and every request processed, in float32: as far as a backend takes that.
+
+    Each request otherwise than the next, all by the case's rule.
+    """
+    made = []
+    if traits.takes_filters and not case.is_filtered:
+        filtered = [
+            replace(request, top_k=1 + place + case.vocab_size // 2, min_p=0.25)
+            for place, request in enumerate(case.requests)
+        ]
+        made.append(case.replace_requests(filtered))
+    if traits.takes_processors and traits.takes_logits and not case.processor_kinds:
+        logits = case if case.kind == "logits" else case.as_logits()
+        processed = [
+            replace(request, processors=_some(request, place, traits))
+            for place, request in enumerate(logits.requests)
+        ]
+        whole = replace(logits.replace_requests(processed), rows_dtype="float32")
+        claimed = traits.rows_dtypes
+        made.append(whole if "float32" in claimed else whole.with_rows_dtype(claimed[0]))
+    return made
+
+
+def _some(request: Request, place: int, traits: BackendTraits) -> RequestProcessors:
+    """A bias on every other token, the likeliest forbidden where there is another, the root's penalised."""
+    size = request.rows.shape
+    bias = np.zeros(size[1], np.float32)
+    bias[place % 2 :: 2] = 0.5
+    allowed = np.ones(size, dtype=bool)
+    several = np.flatnonzero((request.rows > -np.inf).sum(axis=1) > 1)
+    allowed[several, np.nan_to_num(request.rows, nan=-np.inf)[several].argmax(axis=1)] = False
+    held = RequestProcessors(
+        logit_bias=bias,
+        token_bitmask=pack_bitmask(allowed),
+        committed_tokens=request.tree.token_ids[:1],
+        presence_penalty=0.25 * (1 + place),
+    )
+    return held.without({"bias", "bitmask", "penalties"} - set(traits.takes_processors))

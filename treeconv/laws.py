@@ -84,7 +84,6 @@ _DYADIC = (
     "filtered_roots",
     "filtered_small",
     "chain_rule",
-    "chain_filtered",
     "chain_drafts",
     "chain_fixed",
     "recursive_rule",
@@ -410,9 +409,9 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "chain-rule-purity",
-        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        "rows, draft laws, coins, filters and processors are not written to; a call decides alike again",
         rule_check.purity,
-        "chain_rule",
+        "chain_any",
         rule="chain",
     ),
     Law(
@@ -466,9 +465,9 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "recursive-rule-purity",
-        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        "rows, draft laws, coins, filters and processors are not written to; a call decides alike again",
         rule_check.purity,
-        "recursive_rule",
+        "recursive_any",
         rule="recursive",
     ),
     Law(
@@ -515,9 +514,9 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "match-rule-purity",
-        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        "rows, draft laws, coins, filters and processors are not written to; a call decides alike again",
         rule_check.purity,
-        "match_rule",
+        "match_any",
         rule="draw_and_match",
     ),
     Law(

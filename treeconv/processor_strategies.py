@@ -299,7 +299,7 @@ PROCESSOR_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
         allow_filters=True, max_requests=2, max_nodes=4, max_vocab=7
     ),
     "chain_processed": lambda: _by_rule("chain", max_requests=2, min_nodes=2, max_nodes=3, **_CLOSE),
-    "recursive_processed": lambda: _by_rule("recursive", min_nodes=3, max_nodes=4, **_CLOSE),
+    "recursive_processed": lambda: _by_rule("recursive", max_requests=2, min_nodes=3, max_nodes=4, **_CLOSE),
     "match_processed": lambda: _by_rule(
         "draw_and_match", max_requests=2, min_nodes=2, max_nodes=4, max_vocab=6
     ),
