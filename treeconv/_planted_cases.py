@@ -6,19 +6,20 @@ A law judges them beside the case itself: what a fault needs is then in every ca
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeconv.case import UNUSABLE, VerifyCase, round_rows
+from treeconv.case import UNUSABLE, Request, VerifyCase, round_rows
 from treeconv.processors import RequestProcessors, pack_bitmask
+from treeconv.sampling import target_probs
 from treeconv.tree import DraftTree
 
 if TYPE_CHECKING:
     from treeconv.backends.base import BackendTraits
-    from treeconv.case import Request
 
 __all__ = [
+    "deep_cuts",
     "far_below",
     "forbidden_top",
     "repeated_top",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 _LARGE = 200  # tokens: half of them are more than a block
+_FLAT = 4099  # tokens of a flat row: beyond what may be sorted of it, no whole number of tiles
+_DEPTHS = (300, 1100, _FLAT // 2)  # of a cut: behind short lists, behind lists of 1024, at half of the row
 _WIDER = 70  # tokens that a vocabulary is made wider by: two blocks of 32 at least
 
 
@@ -45,6 +48,37 @@ def far_below(case: VerifyCase) -> list[VerifyCase]:
         rows[:, : case.vocab_size // 2] = -np.inf
         rows[np.isneginf(rows).all(axis=1), -1] = 0.0
     return [case.replace_requests([replace(subject, rows=rows)])]
+
+
+def deep_cuts(case: VerifyCase) -> VerifyCase:
+    """A flat row alone, of which top-k, top-p and min-p keep the same hundreds of tokens: a request each.
+
+    Its final coins draw the last token that is kept: they lie in the middle of that token's bucket.
+    """
+    subject = case.requests[0]
+    rng = np.random.default_rng([*subject.accept.view(np.uint32).tolist(), int(subject.final * 2**24)])
+    kept = int(rng.choice(_DEPTHS))
+    row = np.linspace(0, -3, _FLAT, dtype=np.float32)
+    row = round_rows(row[rng.permutation(_FLAT)], case.rows_dtype)
+    masses = target_probs(row, 1.0)
+    if case.kind == "probs":
+        row = masses
+    order = np.lexsort((np.arange(_FLAT), -row))
+    while row[order[kept]] == row[order[kept - 1]]:  # min-p cuts between values; in 16 bits there are ties
+        kept += 1
+    falling = masses[order].astype(np.float64)
+    sums = np.cumsum(falling) / falling.sum()
+    last, before = order[kept - 1], order[:kept][order[:kept] < order[kept - 1]]
+    coin = (masses[before].sum(dtype=np.float64) + masses[last] / 2) / falling[:kept].sum()
+    filters: list[dict[str, Any]] = [
+        {"top_k": kept},
+        {"top_p": (sums[kept - 2] + sums[kept - 1]) / 2},
+        {"min_p": np.sqrt(falling[kept - 1] * falling[kept]) / falling[0]},
+    ]
+    root = DraftTree((-1,), (0,))
+    coins = {"accept": np.zeros(1, np.float32), "final": coin}
+    requests = [Request(root, row[None], 1.0, **coins, **one) for one in filters]
+    return replace(case, requests=tuple(requests), num_draft_tokens=None, depth_cap=None)
 
 
 def without_token_0(case: VerifyCase) -> list[VerifyCase]:
