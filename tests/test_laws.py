@@ -82,6 +82,8 @@ CASES = {
     "batches": BATCH,
     "bad_rows": VerifyCase((request(TREE, BAD), request(CHAIN, LOGITS))),
     "drawn": DYADIC,
+    "drawn_filtered": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
+    "drawn_processed": PENALISED,
     "filtered": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
     "filtered_roots": VerifyCase((request(DraftTree([-1], [0]), LAW),), kind="probs"),
     "filtered_small": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),

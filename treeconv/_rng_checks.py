@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
@@ -121,11 +121,30 @@ def _tiled(tensors: CaseTensors, positions: Sequence[int]) -> CaseTensors:
         positions=tensors.batch.positions.repeat(copies, 1) + prefix[:, None],
         prefix_lens=prefix,
     )
-    rows, temperature = tensors.rows.repeat(copies, 1, 1), tensors.temperature.repeat(copies)
-    return replace(tensors, batch=batch, rows=rows, temperature=temperature)
+    return replace(
+        tensors,
+        batch=batch,
+        rows=tensors.rows.repeat(copies, 1, 1),
+        temperature=tensors.temperature.repeat(copies),
+        filters=_repeated(tensors.filters, copies),
+        processors=_repeated(tensors.processors, copies),
+        rule=_repeated(tensors.rule, copies),
+    )
 
 
-def _generator(seed: int, device: str) -> Any:
+def _repeated(settings: Any, copies: int) -> Any:
+    """Every tensor of some settings, and of settings among them, for so many copies of their requests."""
+    import torch  # noqa: PLC0415
+
+    if isinstance(settings, torch.Tensor):
+        return settings.repeat(copies, *[1] * (settings.ndim - 1))
+    if is_dataclass(settings) and not isinstance(settings, type):
+        parts = {part.name: _repeated(getattr(settings, part.name), copies) for part in fields(settings)}
+        return replace(settings, **parts)
+    return settings
+
+
+def generator_of(seed: int, device: str) -> Any:
     import torch  # noqa: PLC0415
 
     return torch.Generator(device).manual_seed(seed % 2**63)
@@ -160,7 +179,7 @@ def _sampled_law_through(
     alone, cap = case.replace_requests([subject]), case.effective_depth_cap
     # Half of the texts are one request's at successive steps, half are many requests' at one step.
     seeds = seeds_of(case, 2 + _MOST)
-    steps, others, generator = seeds[0], seeds[2:], _generator(seeds[1], device)
+    steps, others, generator = seeds[0], seeds[2:], generator_of(seeds[1], device)
     evidence = {node: EProcess(claim.tolist()) for node, claim in claims.items()}
     rate = split_rate(FALSE_FAIL_RATE, 2 * len(claims)) / 1.2  # 1.2 > exp(8192 / 2**16)
     drawn, more = 0, _FEWEST
@@ -173,7 +192,7 @@ def _sampled_law_through(
             places = [*range(drawn, drawn + half), *[0] * half]
             observed = draw(alone, backend, device, places, seeds=drawn_from)
         drawn += more
-        counts = _next_tokens(subject.tree, observed, cap, case.vocab_size)
+        counts = next_tokens(subject.tree, observed, cap, case.vocab_size)
         for node, process in evidence.items():
             if process.update(counts[node]) <= rate:
                 raise _unlikely(case, door, node, process, drawn)
@@ -183,7 +202,7 @@ def _sampled_law_through(
     return drawn
 
 
-def _next_tokens(
+def next_tokens(
     tree: DraftTree, observed: Sequence[Observed], cap: int, vocab: int
 ) -> dict[int, NDArray[np.int64]]:
     """How often each token came next at each node, where the text is long enough to show it."""
@@ -286,7 +305,7 @@ def _fresh_coins_through(
         shown.append(_shown(draw(calls, backend, device, positions, **drawn_from), label, depths))
 
     if door == "generator":
-        one, two = _generator(seeds[1], device), _generator(seeds[2], device)
+        one, two = generator_of(seeds[1], device), generator_of(seeds[2], device)
         for label, generator in (("a call", one), ("the next call", one), ("another seed's call", two)):
             show(label, [step] * size, generator=generator)
         pairs = [(shown[0], shown[1]), (shown[0], shown[2])]
@@ -368,7 +387,7 @@ def seeded_text(case: VerifyCase, backend: Backend, device: str) -> int:
         judged += 4 * count
     if "generator" in doors_of(backend):
         texts = [
-            draw(case, backend, device, positions, generator=_generator(seeds[0], device)) for _ in range(2)
+            draw(case, backend, device, positions, generator=generator_of(seeds[0], device)) for _ in range(2)
         ]
         for place, (first, second) in enumerate(zip(*texts, strict=True)):
             if first != second:
@@ -415,7 +434,7 @@ def ranks_agree(case: VerifyCase, backend: Backend, device: str) -> int:
             with _as_rank(rank):
                 given: dict[str, Any] = {"seeds": seeds[:count]}
                 if door == "generator":
-                    given = {"generator": _generator(seeds[0], device)}
+                    given = {"generator": generator_of(seeds[0], device)}
                 texts.append(draw(case, backend, device, positions, **given))
         for rank, text in enumerate(texts):
             for place in range(count):

@@ -14,6 +14,7 @@ from treeconv import _law_checks as check
 from treeconv import _processor_checks as processor_check
 from treeconv import _rng_checks as rng_check
 from treeconv import _rule_checks as rule_check
+from treeconv import _sampled_checks as sampled_check
 from treeconv._drive import as_claimed, as_handed
 from treeconv.judge import Violation, explain
 from treeconv.processors import PROCESSORS
@@ -76,6 +77,11 @@ class Law:
 
 _GIVEN: tuple[CoinUse, ...] = ("bucket", "own")  # coins are given, whatever is done with them
 _ANY: tuple[CoinUse, ...] = ("bucket", "own", "seeds", "generator")
+_OWN: tuple[CoinUse, ...] = (
+    "own",
+    "seeds",
+    "generator",
+)  # what has no buckets that its settings could be seen by
 _DYADIC = (
     "dyadic",
     "dyadic_small",
@@ -99,6 +105,7 @@ _FILTERED = (
     "filtered_logits",
     "filtered_batches",
     "filtered_wide",
+    "drawn_filtered",
     "processed_filtered",
     "chain_filtered",
     "recursive_filtered",
@@ -125,6 +132,8 @@ def why_not(law: Law, backend: Backend) -> str | None:
         return f"the backend does not claim the rule {law.rule}"
     if law.cases in _FILTERED and not backend.traits.takes_filters:
         return "the backend takes no filters (top-k, top-p, min-p)"
+    if law.cases == "drawn_processed" and not backend.traits.takes_processors:
+        return "the backend takes no processors (bias, bitmask, penalties)"
     if missing := set(_PROCESSED.get(law.cases, ())) - set(backend.traits.takes_processors):
         return f"the backend does not take these processors: {', '.join(sorted(missing))}"
     if law.cases in _DYADIC and not backend.traits.takes_probs:
@@ -243,6 +252,20 @@ BACKEND_LAWS: tuple[Law, ...] = (
         rng_check.sampled_law,
         "logits",
         _ANY,
+    ),
+    Law(
+        "sampled-law-filters",
+        "the same with top-k, top-p and min-p, each request its own, of verifiers that draw their own coins",
+        sampled_check.sampled_settings,
+        "drawn_filtered",
+        _OWN,
+    ),
+    Law(
+        "sampled-law-processors",
+        "the same with bias, bitmask and penalties, filtered or not",
+        sampled_check.sampled_settings,
+        "drawn_processed",
+        _OWN,
     ),
     Law(
         "fresh-coins",
@@ -524,6 +547,30 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "drawing and matching, the text has the target's law whatever was drafted",
         check.outcome_law,
         "match_drafts",
+        rule="draw_and_match",
+    ),
+    Law(
+        "chain-rule-sampled",
+        "over coins that are drawn a fixed chain goes on as min(1, p/q) and the residual say, with any settings",
+        sampled_check.sampled_settings,
+        "chain_any",
+        _OWN,
+        rule="chain",
+    ),
+    Law(
+        "recursive-rule-sampled",
+        "over coins that are drawn siblings are kept as p/q, renormalised in turn, says, with any settings",
+        sampled_check.sampled_settings,
+        "recursive_any",
+        _OWN,
+        rule="recursive",
+    ),
+    Law(
+        "match-rule-sampled",
+        "over coins that are drawn each next token has the target's law, with any settings",
+        sampled_check.sampled_settings,
+        "match_any",
+        _OWN,
         rule="draw_and_match",
     ),
 )

@@ -295,6 +295,9 @@ PROCESSOR_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "penalised": lambda: processed_cases(max_requests=2),
     "penalised_batches": lambda: processed_cases(min_requests=2, max_requests=4),
     "penalised_wide": lambda: _wide_cases(PROCESSORS),
+    "drawn_processed": lambda: processed_cases(
+        allow_filters=True, max_requests=2, max_nodes=4, max_vocab=7, allow_depth_cap=False
+    ),
     "processed_filtered": lambda: processed_cases(
         allow_filters=True, max_requests=2, max_nodes=4, max_vocab=7
     ),

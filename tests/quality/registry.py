@@ -27,6 +27,7 @@ MODULES = (
     "mixed_faults",
     "filter_faults",
     "rng_faults",
+    "sampled_faults",
     "tree_faults",
     "graph_faults",
 )
