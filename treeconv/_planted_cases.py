@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeconv.case import UNUSABLE, Request, VerifyCase, round_rows
-from treeconv.processors import RequestProcessors, pack_bitmask
+from treeconv.processors import PROCESSORS, RequestProcessors, pack_bitmask
 from treeconv.sampling import target_probs
 from treeconv.tree import DraftTree
 
@@ -182,4 +182,4 @@ def _some(request: Request, place: int, traits: BackendTraits) -> RequestProcess
         committed_tokens=request.tree.token_ids[:1],
         presence_penalty=0.25 * (1 + place),
     )
-    return held.without({"bias", "bitmask", "penalties"} - set(traits.takes_processors))
+    return held.without(set(PROCESSORS) - set(traits.takes_processors))

@@ -1,8 +1,8 @@
 """What verifiers that draw their own coins make of filters, processors and rules; like ``_rng_checks``.
 
 Only texts are looked at. What a node's text goes on with has a law that the oracle knows, whatever the
-settings: the next tokens over many draws are evidence against it. A right sampler fails at most once in 10**12
-cases.
+settings: the next tokens over many draws are evidence against it. A right sampler fails at most once in
+10**12 cases.
 """
 
 from __future__ import annotations
