@@ -73,7 +73,7 @@ def sampled_settings(case: VerifyCase, backend: Backend, device: str) -> int:
 
 
 def _claims(case: VerifyCase, request: Request, node: int) -> list[tuple[NDArray[np.float64], float]]:
-    """The law of the next token at a node, and by how much it is blurred; none where float32 may see another."""
+    """The law of a node's next token, and by how much it is blurred; none where float32 may see another."""
     rows = target_rows(request, case.kind, case.filter_order, case.rule)
     depth, cap = request.tree.depths[node], case.effective_depth_cap
     if depth >= cap:
