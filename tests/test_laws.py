@@ -332,7 +332,8 @@ def test_a_sampler_of_probabilities_is_handed_the_softmax_and_replays_the_logits
         (
             BackendTraits(),
             {kind for kind in CASES if kind.startswith("filtered")}
-            | set(PROCESSOR_CASES) - {"chain_processed", "recursive_processed", "match_processed"}
+            | set(PROCESSOR_CASES)
+            - {"drawn_processed", "chain_processed", "recursive_processed", "match_processed"}
             | {"forbidden_rows"},
         ),
         (
