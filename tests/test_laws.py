@@ -82,6 +82,8 @@ CASES = {
     "batches": BATCH,
     "bad_rows": VerifyCase((request(TREE, BAD), request(CHAIN, LOGITS))),
     "drawn": DYADIC,
+    "drawn_filtered": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
+    "drawn_processed": PENALISED,
     "filtered": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
     "filtered_roots": VerifyCase((request(DraftTree([-1], [0]), LAW),), kind="probs"),
     "filtered_small": VerifyCase((replace(request(TREE, LAW), top_k=2),), kind="probs"),
@@ -114,7 +116,8 @@ CASES = {
         for ending, case in (
             ("_rule", DYADIC),
             ("_rule_logits", BATCH),
-            ("_filtered", FILTERED if name != "chain" else DYADIC),
+            ("_filtered", FILTERED),
+            ("_any", DYADIC),
             ("_drafts", DYADIC),
             ("_fixed", DYADIC),
         )
@@ -329,7 +332,8 @@ def test_a_sampler_of_probabilities_is_handed_the_softmax_and_replays_the_logits
         (
             BackendTraits(),
             {kind for kind in CASES if kind.startswith("filtered")}
-            | set(PROCESSOR_CASES) - {"chain_processed", "recursive_processed", "match_processed"}
+            | set(PROCESSOR_CASES)
+            - {"drawn_processed", "chain_processed", "recursive_processed", "match_processed"}
             | {"forbidden_rows"},
         ),
         (

@@ -12,6 +12,7 @@ import numpy as np
 from treeconv import _law_checks as plain
 from treeconv import oracle
 from treeconv._drive import as_probs, decide, measure
+from treeconv._planted_cases import deep_cuts
 from treeconv.filters import FILTER_ORDERS
 from treeconv.judge import Violation, judge, target_rows
 from treeconv.tree import DraftTree
@@ -29,6 +30,19 @@ def filters(case: VerifyCase, backend: Backend, device: str) -> int:
     """The whole case at its coins and at spread ones, then every boundary of every request's filtered law."""
     judged = plain.oracle_agreement(case, backend, device)
     return judged + plain.critical_coins(case, backend, device)
+
+
+def wide(case: VerifyCase, backend: Backend, device: str) -> int:
+    """The whole case at its coins and at spread ones; then cuts deep in a flat row."""
+    judged = plain.oracle_agreement(case, backend, device)
+    made = deep_cuts(case)
+    for index, observed in enumerate(decide(made, backend, device)):
+        request = made.requests[index]
+        rows = target_rows(request, made.kind, made.filter_order)
+        wrong = judge(request.tree, rows, request.accept.tolist(), request.final, 1, observed)
+        if wrong:
+            raise Violation(index, observed, *wrong, case=made)
+    return judged + len(made.requests)
 
 
 def _settings(row: np.ndarray[Any, Any]) -> list[dict[str, Any]]:

@@ -6,27 +6,32 @@ A law judges them beside the case itself: what a fault needs is then in every ca
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeconv.case import UNUSABLE, VerifyCase, round_rows
-from treeconv.processors import pack_bitmask
+from treeconv.case import UNUSABLE, Request, VerifyCase, round_rows
+from treeconv.processors import PROCESSORS, RequestProcessors, pack_bitmask
+from treeconv.sampling import target_probs
 from treeconv.tree import DraftTree
 
 if TYPE_CHECKING:
-    from treeconv.case import Request
+    from treeconv.backends.base import BackendTraits
 
 __all__ = [
+    "deep_cuts",
     "far_below",
     "forbidden_top",
     "repeated_top",
     "ties_of_zeros",
     "unusable_roots",
+    "with_settings",
     "without_token_0",
 ]
 
 _LARGE = 200  # tokens: half of them are more than a block
+_FLAT = 4099  # tokens of a flat row: beyond what may be sorted of it, no whole number of tiles
+_DEPTHS = (300, 1100, _FLAT // 2)  # of a cut: behind short lists, behind lists of 1024, at half of the row
 _WIDER = 70  # tokens that a vocabulary is made wider by: two blocks of 32 at least
 
 
@@ -43,6 +48,37 @@ def far_below(case: VerifyCase) -> list[VerifyCase]:
         rows[:, : case.vocab_size // 2] = -np.inf
         rows[np.isneginf(rows).all(axis=1), -1] = 0.0
     return [case.replace_requests([replace(subject, rows=rows)])]
+
+
+def deep_cuts(case: VerifyCase) -> VerifyCase:
+    """A flat row alone, of which top-k, top-p and min-p keep the same hundreds of tokens: a request each.
+
+    Its final coins draw the last token that is kept: they lie in the middle of that token's bucket.
+    """
+    subject = case.requests[0]
+    rng = np.random.default_rng([*subject.accept.view(np.uint32).tolist(), int(subject.final * 2**24)])
+    kept = int(rng.choice(_DEPTHS))
+    row = np.linspace(0, -3, _FLAT, dtype=np.float32)
+    row = round_rows(row[rng.permutation(_FLAT)], case.rows_dtype)
+    masses = target_probs(row, 1.0)
+    if case.kind == "probs":
+        row = masses
+    order = np.lexsort((np.arange(_FLAT), -row))
+    while row[order[kept]] == row[order[kept - 1]]:  # min-p cuts between values; in 16 bits there are ties
+        kept += 1
+    falling = masses[order].astype(np.float64)
+    sums = np.cumsum(falling) / falling.sum()
+    last, before = order[kept - 1], order[:kept][order[:kept] < order[kept - 1]]
+    coin = (masses[before].sum(dtype=np.float64) + masses[last] / 2) / falling[:kept].sum()
+    filters: list[dict[str, Any]] = [
+        {"top_k": kept},
+        {"top_p": (sums[kept - 2] + sums[kept - 1]) / 2},
+        {"min_p": np.sqrt(falling[kept - 1] * falling[kept]) / falling[0]},
+    ]
+    root = DraftTree((-1,), (0,))
+    coins = {"accept": np.zeros(1, np.float32), "final": coin}
+    requests = [Request(root, row[None], 1.0, **coins, **one) for one in filters]
+    return replace(case, requests=tuple(requests), num_draft_tokens=None, depth_cap=None)
 
 
 def without_token_0(case: VerifyCase) -> list[VerifyCase]:
@@ -106,3 +142,44 @@ def repeated_top(case: VerifyCase) -> list[VerifyCase]:
         presence_penalty=0.5 * scale,
     )
     return [case.replace_requests([replace(subject, processors=held)])]
+
+
+def with_settings(case: VerifyCase, traits: BackendTraits) -> list[VerifyCase]:
+    """Every request filtered; and every request processed, in float32: as far as a backend takes that.
+
+    Each request otherwise than the next, all by the case's rule.
+    """
+    made = []
+    if traits.takes_filters and not case.is_filtered:
+        filtered = [
+            replace(request, top_k=1 + place + case.vocab_size // 2, min_p=0.25)
+            for place, request in enumerate(case.requests)
+        ]
+        made.append(case.replace_requests(filtered))
+    if traits.takes_processors and traits.takes_logits and not case.processor_kinds:
+        logits = case if case.kind == "logits" else case.as_logits()
+        processed = [
+            replace(request, processors=_some(request, place, traits))
+            for place, request in enumerate(logits.requests)
+        ]
+        whole = replace(logits.replace_requests(processed), rows_dtype="float32")
+        claimed = traits.rows_dtypes
+        made.append(whole if "float32" in claimed else whole.with_rows_dtype(claimed[0]))
+    return made
+
+
+def _some(request: Request, place: int, traits: BackendTraits) -> RequestProcessors:
+    """A bias on every other token, the likeliest forbidden where there is another, the root's penalised."""
+    size = request.rows.shape
+    bias = np.zeros(size[1], np.float32)
+    bias[place % 2 :: 2] = 0.5
+    allowed = np.ones(size, dtype=bool)
+    several = np.flatnonzero((request.rows > -np.inf).sum(axis=1) > 1)
+    allowed[several, np.nan_to_num(request.rows, nan=-np.inf)[several].argmax(axis=1)] = False
+    held = RequestProcessors(
+        logit_bias=bias,
+        token_bitmask=pack_bitmask(allowed),
+        committed_tokens=request.tree.token_ids[:1],
+        presence_penalty=0.25 * (1 + place),
+    )
+    return held.without(set(PROCESSORS) - set(traits.takes_processors))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,8 +116,27 @@ def _tiled(tensors: CaseTensors, positions: Sequence[int]) -> CaseTensors:
         positions=depths.repeat(copies, 1) + prefix[:, None],
         prefix_lens=prefix,
     )
-    rows, temperature = tensors.rows.repeat(copies, 1, 1), tensors.temperature.repeat(copies)
-    return replace(tensors, batch=batch, rows=rows, temperature=temperature)
+    return replace(
+        tensors,
+        batch=batch,
+        rows=tensors.rows.repeat(copies, 1, 1),
+        temperature=tensors.temperature.repeat(copies),
+        filters=_repeated(tensors.filters, copies),
+        processors=_repeated(tensors.processors, copies),
+        rule=_repeated(tensors.rule, copies),
+    )
+
+
+def _repeated(settings: Any, copies: int) -> Any:
+    """Every tensor of some settings, and of settings among them, for so many copies of their requests."""
+    import torch  # noqa: PLC0415
+
+    if isinstance(settings, torch.Tensor):
+        return settings.repeat(copies, *[1] * (settings.ndim - 1))
+    if is_dataclass(settings) and not isinstance(settings, type):
+        parts = {part.name: _repeated(getattr(settings, part.name), copies) for part in fields(settings)}
+        return replace(settings, **parts)
+    return settings
 
 
 def generator_of(seed: int, device: str) -> Any:
@@ -168,7 +187,7 @@ def _sampled_law_through(
             places = [*range(drawn, drawn + half), *[0] * half]
             observed = draw(alone, backend, device, places, seeds=drawn_from)
         drawn += more
-        counts = _next_tokens(subject.tree, observed, cap, case.vocab_size)
+        counts = next_tokens(subject.tree, observed, cap, case.vocab_size)
         for node, process in evidence.items():
             if process.update(counts[node]) <= rate:
                 raise _unlikely(case, door, node, process, drawn)
@@ -178,7 +197,7 @@ def _sampled_law_through(
     return drawn
 
 
-def _next_tokens(
+def next_tokens(
     tree: DraftTree, observed: Sequence[Observed], cap: int, vocab: int
 ) -> dict[int, NDArray[np.int64]]:
     """How often each token came next at each node, where the text is long enough to show it."""

@@ -12,6 +12,7 @@ import numpy as np
 from treeconv import _law_checks as plain
 from treeconv import oracle
 from treeconv._drive import as_views, bytes_of, decide, input_tensors, measure, outcome_coins, submit
+from treeconv._planted_cases import with_settings
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
 from treeconv.tree import DraftTree
 
@@ -31,7 +32,20 @@ def decisions(case: VerifyCase, backend: Backend, device: str) -> int:
 
 
 def purity(case: VerifyCase, backend: Backend, device: str) -> int:
-    """Rows, draft laws and coins come back as they were; asked again, with views, it decides rightly too."""
+    """What is handed over comes back as it was; asked again, with views, it decides rightly too.
+
+    The case as it is, and with filters and processors on every request.
+    """
+    judged = _purity(case, backend, device)
+    for made in with_settings(case, backend.traits):
+        try:
+            judged += _purity(made, backend, device)
+        except Violation as violation:
+            raise replace(violation, case=made) from None
+    return judged
+
+
+def _purity(case: VerifyCase, backend: Backend, device: str) -> int:
     tensors = case.tensors(device)
     named = input_tensors(tensors)
     before = {name: bytes_of(tensor) for name, tensor in named.items()}

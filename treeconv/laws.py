@@ -15,6 +15,7 @@ from treeconv import _law_checks as check
 from treeconv import _processor_checks as processor_check
 from treeconv import _rng_checks as rng_check
 from treeconv import _rule_checks as rule_check
+from treeconv import _sampled_checks as sampled_check
 from treeconv._drive import as_claimed, as_handed
 from treeconv.judge import Violation, explain
 from treeconv.processors import PROCESSORS
@@ -77,6 +78,11 @@ class Law:
 
 _GIVEN: tuple[CoinUse, ...] = ("bucket", "own")  # coins are given, whatever is done with them
 _ANY: tuple[CoinUse, ...] = ("bucket", "own", "seeds", "generator")
+_OWN: tuple[CoinUse, ...] = (
+    "own",
+    "seeds",
+    "generator",
+)  # what has no buckets that its settings could be seen by
 _DYADIC = (
     "dyadic",
     "dyadic_small",
@@ -85,7 +91,6 @@ _DYADIC = (
     "filtered_roots",
     "filtered_small",
     "chain_rule",
-    "chain_filtered",
     "chain_drafts",
     "chain_fixed",
     "recursive_rule",
@@ -101,6 +106,7 @@ _FILTERED = (
     "filtered_logits",
     "filtered_batches",
     "filtered_wide",
+    "drawn_filtered",
     "processed_filtered",
     "chain_filtered",
     "recursive_filtered",
@@ -127,6 +133,8 @@ def why_not(law: Law, backend: Backend) -> str | None:
         return f"the backend does not claim the rule {law.rule}"
     if law.cases in _FILTERED and not backend.traits.takes_filters:
         return "the backend takes no filters (top-k, top-p, min-p)"
+    if law.cases == "drawn_processed" and not backend.traits.takes_processors:
+        return "the backend takes no processors (bias, bitmask, penalties)"
     if missing := set(_PROCESSED.get(law.cases, ())) - set(backend.traits.takes_processors):
         return f"the backend does not take these processors: {', '.join(sorted(missing))}"
     if law.cases in _DYADIC and not backend.traits.takes_probs:
@@ -247,6 +255,20 @@ BACKEND_LAWS: tuple[Law, ...] = (
         _ANY,
     ),
     Law(
+        "sampled-law-filters",
+        "the same with top-k, top-p and min-p, each request its own, of verifiers that draw their own coins",
+        sampled_check.sampled_settings,
+        "drawn_filtered",
+        _OWN,
+    ),
+    Law(
+        "sampled-law-processors",
+        "the same with bias, bitmask and penalties, filtered or not",
+        sampled_check.sampled_settings,
+        "drawn_processed",
+        _OWN,
+    ),
+    Law(
         "fresh-coins",
         "coins of other seeds, steps, calls and requests, and of one text, are drawn independently",
         fresh_check.fresh_coins,
@@ -287,8 +309,8 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "filters-wide",
-        "the same over trees of up to 70 nodes and vocabularies of thousands",
-        check.oracle_agreement,
+        "the same over trees of up to 70 nodes and vocabularies of thousands, cuts behind hundreds of tokens",
+        filter_check.wide,
         "filtered_wide",
     ),
     Law(
@@ -411,9 +433,9 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "chain-rule-purity",
-        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        "rows, draft laws, coins, filters and processors are not written to; a call decides alike again",
         rule_check.purity,
-        "chain_rule",
+        "chain_any",
         rule="chain",
     ),
     Law(
@@ -467,9 +489,9 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "recursive-rule-purity",
-        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        "rows, draft laws, coins, filters and processors are not written to; a call decides alike again",
         rule_check.purity,
-        "recursive_rule",
+        "recursive_any",
         rule="recursive",
     ),
     Law(
@@ -516,9 +538,9 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "match-rule-purity",
-        "target rows, draft laws and coins are not written to, and a call decides alike again",
+        "rows, draft laws, coins, filters and processors are not written to; a call decides alike again",
         rule_check.purity,
-        "match_rule",
+        "match_any",
         rule="draw_and_match",
     ),
     Law(
@@ -526,6 +548,30 @@ BACKEND_LAWS: tuple[Law, ...] = (
         "drawing and matching, the text has the target's law whatever was drafted",
         check.outcome_law,
         "match_drafts",
+        rule="draw_and_match",
+    ),
+    Law(
+        "chain-rule-sampled",
+        "over coins that are drawn a fixed chain goes on as min(1, p/q) and the residual say, whatever is set",
+        sampled_check.sampled_settings,
+        "chain_any",
+        _OWN,
+        rule="chain",
+    ),
+    Law(
+        "recursive-rule-sampled",
+        "over coins that are drawn siblings are kept as p/q, renormalised in turn, says, with any settings",
+        sampled_check.sampled_settings,
+        "recursive_any",
+        _OWN,
+        rule="recursive",
+    ),
+    Law(
+        "match-rule-sampled",
+        "over coins that are drawn each next token has the target's law, with any settings",
+        sampled_check.sampled_settings,
+        "match_any",
+        _OWN,
         rule="draw_and_match",
     ),
 )

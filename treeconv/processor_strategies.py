@@ -315,11 +315,14 @@ PROCESSOR_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "penalised": lambda: processed_cases(max_requests=2),
     "penalised_batches": lambda: processed_cases(min_requests=2, max_requests=4),
     "penalised_wide": lambda: _wide_cases(PROCESSORS),
+    "drawn_processed": lambda: processed_cases(
+        allow_filters=True, max_requests=2, max_nodes=4, max_vocab=7, allow_depth_cap=False
+    ),
     "processed_filtered": lambda: processed_cases(
         allow_filters=True, max_requests=2, max_nodes=4, max_vocab=7
     ),
     "chain_processed": lambda: _by_rule("chain", max_requests=2, min_nodes=2, max_nodes=3, **_CLOSE),
-    "recursive_processed": lambda: _by_rule("recursive", min_nodes=3, max_nodes=4, **_CLOSE),
+    "recursive_processed": lambda: _by_rule("recursive", max_requests=2, min_nodes=3, max_nodes=4, **_CLOSE),
     "match_processed": lambda: _by_rule(
         "draw_and_match", max_requests=2, min_nodes=2, max_nodes=4, max_vocab=6
     ),

@@ -16,6 +16,7 @@ from treeconv.case import Request, VerifyCase
 from treeconv.rules import RATIO_RULES
 from treeconv.sampling import target_probs
 from treeconv.strategies import (
+    cases_for,
     coins,
     draft_trees,
     dyadic_rows,
@@ -105,9 +106,9 @@ def rule_cases(
 
     Shrinks as :func:`treeconv.strategies.verify_cases` does, q towards all mass on token 0.
     """
-    many, nodes, vocab = (1, 4, 6) if allow_filters else (2, 5, 7)
+    nodes, vocab = (4, 6) if allow_filters else (5, 7)
     least = 4 if rule == "recursive" else 2  # two siblings, and a choice of what is left
-    sizes: dict[str, Any] = {"max_requests": many, "max_nodes": nodes, "min_vocab": least, "max_vocab": vocab}
+    sizes: dict[str, Any] = {"max_requests": 2, "max_nodes": nodes, "min_vocab": least, "max_vocab": vocab}
     case = draw(verify_cases(kind=kind, allow_filters=allow_filters, **sizes, **shapes_for(rule)))
     requests = case.requests
     if rule in RATIO_RULES:
@@ -234,6 +235,29 @@ def _now_and_then_wide(rule: RuleName) -> SearchStrategy[VerifyCase]:
     return st.one_of(usual, usual, usual, wide_rule_cases(rule))
 
 
+def _filtered_chains() -> SearchStrategy[VerifyCase]:
+    """Of probabilities, where cuts and boundaries are exact, and of logits, which all have."""
+    return st.one_of(*(rule_cases("chain", kind=kind, allow_filters=True) for kind in ("probs", "logits")))
+
+
+@st.composite
+def _with_any_settings(draw: DrawFn, name: str, rule: RuleName) -> VerifyCase:
+    """Plain calls, of probabilities, filtered ones, and processed ones, half of them filtered.
+
+    Most logits are float32: whoever converts them first writes to a copy, and cannot be caught.
+    """
+    kinds = ("plain", "plain", "plain", "filtered", "filtered logits", "processed", "processed")
+    kind = draw(st.sampled_from(kinds), label="settings")
+    if kind == "processed":
+        case = draw(cases_for(f"{name}_processed"))
+    else:
+        of = "logits" if kind == "filtered logits" else "probs"
+        case = draw(rule_cases(rule, kind=of, allow_filters=kind != "plain"))
+    if draw(st.integers(0, 2), label="as it is?"):
+        case = replace(case, rows_dtype="float32")  # which holds any other's values
+    return case
+
+
 def _match_cases() -> SearchStrategy[VerifyCase]:
     small = verify_cases(kind="probs", max_nodes=5, max_vocab=5)
     return small.map(lambda case: replace(case, rule="draw_and_match"))
@@ -243,16 +267,19 @@ def _match_cases() -> SearchStrategy[VerifyCase]:
 RULE_CASES: dict[str, Callable[[], SearchStrategy[VerifyCase]]] = {
     "chain_rule": lambda: rule_cases("chain"),
     "chain_rule_logits": lambda: _now_and_then_wide("chain"),
-    "chain_filtered": lambda: rule_cases("chain", allow_filters=True),
+    "chain_filtered": _filtered_chains,
+    "chain_any": lambda: _with_any_settings("chain", "chain"),
     "chain_drafts": lambda: sampled_draft_cases("chain"),
     "chain_fixed": lambda: fixed_draft_cases("chain"),
     "recursive_rule": _now_and_then_late,
     "recursive_rule_logits": lambda: _now_and_then_wide("recursive"),
     "recursive_filtered": lambda: rule_cases("recursive", kind="logits", allow_filters=True),
+    "recursive_any": lambda: _with_any_settings("recursive", "recursive"),
     "recursive_drafts": lambda: sampled_draft_cases("recursive"),
     "recursive_fixed": lambda: fixed_draft_cases("recursive"),
     "match_rule": lambda: rule_cases("draw_and_match"),
     "match_rule_logits": lambda: _now_and_then_wide("draw_and_match"),
     "match_filtered": lambda: rule_cases("draw_and_match", kind="logits", allow_filters=True),
+    "match_any": lambda: _with_any_settings("match", "draw_and_match"),
     "match_drafts": _match_cases,
 }

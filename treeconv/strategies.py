@@ -415,7 +415,7 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
     """The strategy behind a law's ``cases``.
 
     * ``kind``: logits, dyadic, dyadic_small, zero_mass, zero_mass_logits, chains, batches;
-      drawn (dyadic, few outcomes: for verifiers that draw their own coins);
+      drawn (dyadic, few outcomes), drawn_filtered: for verifiers that draw their own coins;
       with top-k, top-p and min-p: filtered (dyadic), filtered_small (one request), filtered_logits,
       filtered_batches; filtered_roots, for which the law makes the filters; by another rule than
       target-only: the keys of ``rule_strategies.RULE_CASES``; with processors: those of
@@ -439,6 +439,12 @@ def cases_for(kind: str) -> SearchStrategy[VerifyCase]:
             max_vocab=5,
             max_bits=4,
             allow_depth_cap=False,
+        ),
+        "drawn_filtered": lambda: st.one_of(
+            *(
+                verify_cases(kind=kind, max_requests=2, allow_depth_cap=False, **{**filtered, "max_vocab": 6})
+                for kind in ("probs", "logits")
+            )
         ),
         "filtered": lambda: verify_cases(kind="probs", max_requests=2, **filtered),
         "filtered_roots": lambda: verify_cases(kind="probs", max_nodes=1, min_vocab=2, max_bits=4),

@@ -343,3 +343,30 @@ class PaddingShiftsFilters(FilterSampler):  # values looked up by slot, not by r
     def read(self, filters):
         cuts = filters.cuts()
         return [cuts[(request * self.slots) % len(cuts)] for request in range(len(cuts))]
+
+
+@fault("K3", "filters-wide")
+class TopKCappedAt1024(FilterSampler):
+    def by_k(self, falling, cuts):
+        return falling.size if cuts.top_k is None else min(cuts.top_k, 1024)
+
+
+@fault("K3", "filters-wide")
+class TopPAmongThe256Likeliest(FilterSampler):
+    longest = 256
+
+    def by_p(self, falling, cuts):
+        kept = super().by_p(falling, cuts)
+        return kept if cuts.top_p == 1 else min(kept, self.longest)
+
+
+@fault("K3", "filters-wide")
+class TopPAmongThe1024Likeliest(TopPAmongThe256Likeliest):
+    longest = 1024
+
+
+@fault("K3", "filters-wide")
+class MinPAmongThe256Likeliest(FilterSampler):
+    def by_min(self, falling, cuts):
+        kept = super().by_min(falling, cuts)
+        return kept if cuts.min_p == 0 else min(kept, 256)

@@ -104,3 +104,37 @@ class RawArgmaxByAnotherRule(ReferenceBackend):  # an eager branch of ours did i
         if rule is not None and not temperature.any():
             processors = None
         return super().verify(batch, logits, temperature, *call, rule=rule, processors=processors, **more)
+
+
+@fault("chain-rule-purity", "recursive-rule-purity", "match-rule-purity")
+class ProcessedInPlaceByARule(ProcessedRuleSampler):
+    def processed(self, request, node, row):
+        x = super().processed(request, node, row)
+        row[:] = x
+        return x
+
+
+@fault("recursive-rule-processors", "chain-rule-processors")
+class BiasOfRequestZeroByARule(ProcessedRuleSampler):
+    def bias(self, request):
+        return super().bias(0)
+
+
+@fault("recursive-rule-processors", "chain-rule-processors")
+class BitmaskOfRequestZeroByARule(ProcessedRuleSampler):
+    def words(self, request, node):
+        return super().words(0, node)
+
+
+@fault("recursive-rule-processors", "chain-rule-processors")
+class PenaltiesOfRequestZeroByARule(ProcessedRuleSampler):
+    def amounts(self, request):
+        return super().amounts(0)
+
+
+@fault("recursive-rule-processors", "chain-rule-processors")
+class DraftLawOfRequestZeroWhereProcessed(ProcessedRuleSampler):
+    """Laws of drafters lie by another stride than the rows that were copied to be processed."""
+
+    def draft_law(self, request, node):
+        return super().draft_law(0 if self.given else request, node)

@@ -28,6 +28,7 @@ MODULES = (
     "filter_faults",
     "rng_faults",
     "shared_coin_faults",
+    "sampled_faults",
     "tree_faults",
     "graph_faults",
 )

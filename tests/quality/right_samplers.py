@@ -8,6 +8,7 @@ from processed_rule_faults import RIGHT as RIGHT_PROCESSED_RULES
 from processor_faults import RIGHT as RIGHT_PROCESSORS
 from rng_faults import RIGHT as RIGHT_COINS
 from rule_faults import RIGHT as RIGHT_RULES
+from sampled_faults import RIGHT as RIGHT_SAMPLED
 
 from treeconv.backends.base import BackendTraits
 from treeconv.sampling import row_status
@@ -105,4 +106,12 @@ class InBfloat16(Sampler):
 
 
 ODD = [Sampler, InFloat64, InReverse, DividesProbabilities, InBfloat16]
-RIGHT = [*ODD, *RIGHT_FILTERS, *RIGHT_RULES, *RIGHT_PROCESSORS, *RIGHT_PROCESSED_RULES, *RIGHT_COINS]
+RIGHT = [
+    *ODD,
+    *RIGHT_FILTERS,
+    *RIGHT_RULES,
+    *RIGHT_PROCESSORS,
+    *RIGHT_PROCESSED_RULES,
+    *RIGHT_COINS,
+    *RIGHT_SAMPLED,
+]

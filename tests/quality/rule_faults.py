@@ -12,7 +12,7 @@ from registry import planting
 from remembered import row_status, target_probs
 
 from treeconv.backends.base import BackendTraits
-from treeconv.filters import Cuts
+from treeconv.filters import Cuts, Filters
 from treeconv.rules import RULES, Rule
 from treeconv.sampling import filtered_probs
 from treeconv.tree import RowStatus, VerifyOutput
@@ -369,6 +369,50 @@ class RatioBeforeTheFilters(RuleSampler):  # B18 in the ratio rules: filters rea
 class RuleWithoutFilters(RuleSampler):
     def filtered(self, law, cuts):
         return law
+
+
+@fault("chain-rule-filters", "recursive-rule-filters", "match-rule-filters")
+class FiltersOfRequestZeroByARule(RuleSampler):
+    def verify(self, batch, logits, temperature, coins, depth_cap, filters=None, rule=None):
+        return super().verify(batch, logits, temperature, coins, depth_cap, self.first(filters), rule)
+
+    def verify_probs(self, batch, target_probs, coins, depth_cap, filters=None, rule=None):
+        return super().verify_probs(batch, target_probs, coins, depth_cap, self.first(filters), rule)
+
+    def first(self, filters):
+        return filters and Filters.of(filters.cuts()[:1] * len(filters.top_k), 2**30, filters.order)
+
+
+@fault("chain-rule-filters")
+class ChainOfLogitsWithoutFilters(RuleWithoutFilters):
+    """Has no probability interface, in which exact laws are stated."""
+
+    traits = BackendTraits(devices=("cpu",), rules=("chain",), takes_filters=True, takes_probs=False)
+
+
+@fault("chain-rule-purity", "recursive-rule-purity", "match-rule-purity")
+class FilteredInPlaceByARule(RuleSampler):  # B23 by another rule
+    def verify(self, *call, **more):
+        self.nothing = -np.inf
+        return super().verify(*call, **more)
+
+    def verify_probs(self, *call, **more):
+        self.nothing = 0.0
+        return super().verify_probs(*call, **more)
+
+    def filtered(self, law, cuts):
+        left = super().filtered(law, cuts)
+        self.cut = (left == 0) & (law > 0)
+        return left
+
+    def run(self, batch, rows, law, *rest):
+        def in_place(request, row):
+            status, left = law(request, row)
+            if status is RowStatus.OK:
+                row[self.cut] = self.nothing
+            return status, left
+
+        return super().run(batch, rows, in_place, *rest)
 
 
 @fault("chain-rule-purity", "recursive-rule-purity")
