@@ -552,7 +552,7 @@ BACKEND_LAWS: tuple[Law, ...] = (
     ),
     Law(
         "chain-rule-sampled",
-        "over coins that are drawn a fixed chain goes on as min(1, p/q) and the residual say, whatever is set",
+        "over drawn coins a fixed chain goes on as min(1, p/q) and the residual say, whatever is set",
         sampled_check.sampled_settings,
         "chain_any",
         _OWN,
