@@ -15,6 +15,7 @@ from treeconv.backends.reference import ReferenceBackend
 from treeconv.processors import PROCESSORS
 from treeconv.rules import RULES
 from treeconv.sampling import target_probs
+from treeconv.tree import RowStatus
 
 
 class ProcessedRuleSampler(Processing, RuleSampler):
@@ -138,3 +139,28 @@ class DraftLawOfRequestZeroWhereProcessed(ProcessedRuleSampler):
 
     def draft_law(self, request, node):
         return super().draft_law(0 if self.given else request, node)
+
+
+@_fault("K2", "chain-rule-purity", "recursive-rule-purity", "match-rule-purity")
+class FilteredInPlaceByARule(RuleSampler):  # B23 by another rule
+    def verify(self, *call, **more):
+        self.nothing = -np.inf
+        return super().verify(*call, **more)
+
+    def verify_probs(self, *call, **more):
+        self.nothing = 0.0
+        return super().verify_probs(*call, **more)
+
+    def filtered(self, law, cuts):
+        left = super().filtered(law, cuts)
+        self.cut = (left == 0) & (law > 0)
+        return left
+
+    def run(self, batch, rows, law, *rest):
+        def in_place(request, row):
+            status, left = law(request, row)
+            if status is RowStatus.OK:
+                row[self.cut] = self.nothing
+            return status, left
+
+        return super().run(batch, rows, in_place, *rest)

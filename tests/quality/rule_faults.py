@@ -390,31 +390,6 @@ class ChainOfLogitsWithoutFilters(RuleWithoutFilters):
     traits = BackendTraits(devices=("cpu",), rules=("chain",), takes_filters=True, takes_probs=False)
 
 
-@fault("chain-rule-purity", "recursive-rule-purity", "match-rule-purity")
-class FilteredInPlaceByARule(RuleSampler):  # B23 by another rule
-    def verify(self, *call, **more):
-        self.nothing = -np.inf
-        return super().verify(*call, **more)
-
-    def verify_probs(self, *call, **more):
-        self.nothing = 0.0
-        return super().verify_probs(*call, **more)
-
-    def filtered(self, law, cuts):
-        left = super().filtered(law, cuts)
-        self.cut = (left == 0) & (law > 0)
-        return left
-
-    def run(self, batch, rows, law, *rest):
-        def in_place(request, row):
-            status, left = law(request, row)
-            if status is RowStatus.OK:
-                row[self.cut] = self.nothing
-            return status, left
-
-        return super().run(batch, rows, in_place, *rest)
-
-
 @fault("chain-rule-purity", "recursive-rule-purity")
 class ResidualInPlace(RuleSampler):
     def residual(self, p, q, token):
