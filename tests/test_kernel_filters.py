@@ -199,6 +199,20 @@ def test_ties_at_a_cut_are_cut_as_eager_cuts_them(order):
             assert_alike(got, EagerBackend().verify_probs(*call[:3], 3, call[3]))
 
 
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_a_goal_at_the_end_of_a_token_ends_the_search(order):
+    """Bounds of wide bins never tell it from one a little behind; 2**24 units to the next token."""
+    masses = {3: 1800, 5: 900, 6: 500, 1: 500, 0: 200, 2: 196}
+    shares = [near for share in (1800, 2700, 3700) for near in beside(np.float32(share / 2**12))]
+    cuts = [Cuts(top_k=top_k, top_p=float(share)) for share in shares for top_k in (None, 5)]
+    coins = np.full(len(cuts), np.float32(1 - 2**-13))
+    call = one_row(9, masses, 3, coins, coins, cuts, order)
+    backend = TritonBackend()
+    got = backend.verify_probs(*call[:3], 3, call[3])
+    assert_alike(got, EagerBackend().verify_probs(*call[:3], 3, call[3]))
+    assert max(steps_of(backend)) <= 16
+
+
 @pytest.mark.parametrize("top_k", [None, 22])
 @pytest.mark.parametrize("order", FILTER_ORDERS)
 def test_a_searched_cut_is_exact_at_every_boundary_of_top_p(order, top_k):

@@ -14,9 +14,10 @@ search together: the cut is the lowest unit ``t`` with fewer than k tokens, and 
 above it. It lies between bounds that the words give (k chunks' maxima are k tokens; V tokens of small mass
 are not 1 - p of the row) and the row's maximum. In a round all programs count the tokens in 256 bins of that
 interval (:mod:`.unit_histograms`), and each chunk publishes what it has above the interval. A bin of one unit
-tells its tokens' mass, count times mass; of a wider one its edges bound it, and the interval shrinks. Rows of
-16 bits mostly have 256 units or fewer to look at: one round, and a last one for what is above the cut and at
-it. All of it is decided in float64, on integers and on sums of float32 in a fixed order: exact on dyadic
+tells its tokens' mass, count times mass; of a wider one its edges bound it, and the interval shrinks. Bounds
+alone may never tell which of two far tokens the goal lies at, so the mass above the interval's middle is
+summed, too, and it is halved at least. Rows of 16 bits mostly have 256 units or fewer to look at: one round,
+and a last one for what is above the cut and at it. All of it is decided in float64, on integers and on sums of float32 in a fixed order: exact on dyadic
 probabilities, the same for any number of programs.
 
 Masses are relative to the row's maximum, or probabilities as they are.
@@ -51,6 +52,7 @@ __all__ = ["find_cut"]
 
 _BIG = tl.constexpr(1 << 30)  # above every token
 _LOW = tl.constexpr(-0x80000000)  # below every unit
+_BY_VALUE = tl.constexpr(3)  # rounds whose bins may be even in logits: where most units lie at zero, in units
 _SLACK = tl.constexpr(2.0**-12)  # relative: far above the rounding of a row's sums
 
 
@@ -87,11 +89,14 @@ def _guess(lowest, top, temperature, SHIFT: tl.constexpr, PROBS: tl.constexpr):
 
 @triton.jit
 def _count_round(
-    row, words_ptr, step, tag, rank, programs, V, units, units2, binning, top_unit, top, before, after, rate,
-    chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
-    PROBS: tl.constexpr, PTX: tl.constexpr,
+    row, words_ptr, step, tag, rank, programs, V, units, units2, binning, middle, top_unit, top, before,
+    after, rate, chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
+    SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """All programs count; returns the bins' counts, and how many tokens and how much mass are above them."""
+    """All programs count; returns the bins' counts, how many tokens and how much mass are above them.
+
+    And how much mass is above ``middle``, a unit of the interval, or its highest if nobody wants to know.
+    """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     TWO: tl.constexpr = chunks > 32
     base, high, _, _, _ = binning
@@ -105,17 +110,24 @@ def _count_round(
     for chunk in range(rank, chunks, programs):
         count = tl.zeros([], tl.int32)
         mass = tl.zeros([], tl.float32)
-        if (high < top_unit) & (_chunk_unit(units, units2, chunk, TWO) > high):
+        more = mass
+        if (middle < top_unit) & (_chunk_unit(units, units2, chunk, TWO) > middle):
             x = whole(row, chunk * CHUNK, V, NO_MASS, CHUNK, VEC)
-            above = unit_of(x, SHIFT) > high
-            count = chunk_count(tl.where(above, 1, 0), THREADS, VEC, PTX)
+            unit = unit_of(x, SHIFT)
             each = mass_of(x, top, before, after, rate, PROBS, PTX)
-            mass = chunk_total(tl.where(above, each, 0.0), THREADS, VEC, PTX)
-        publish(place, chunk, count, mass, mass, tag, PTX)
-    count, mass, _, count2, mass2, _ = all_words(place, tag, chunks, PTX)
+            if high < top_unit:
+                count = chunk_count(tl.where(unit > high, 1, 0), THREADS, VEC, PTX)
+                mass = chunk_total(tl.where(unit > high, each, 0.0), THREADS, VEC, PTX)
+            more = mass
+            if middle < high:
+                more = chunk_total(tl.where(unit > middle, each, 0.0), THREADS, VEC, PTX)
+        publish(place, chunk, count, mass, more, tag, PTX)
+    count, mass, more, count2, mass2, more2 = all_words(place, tag, chunks, PTX)
     fence(PTX)
-    above_mass = summed(as_float(mass), as_float(mass2), TWO).to(tl.float64)
-    return read_counts(histogram_ptr, PTX), summed(count, count2, TWO), above_mass
+    count = summed(count, count2, TWO)
+    mass = summed(as_float(mass), as_float(mass2), TWO).to(tl.float64)
+    more = summed(as_float(more), as_float(more2), TWO).to(tl.float64)
+    return read_counts(histogram_ptr, PTX), count, mass, more
 
 
 @triton.jit
@@ -190,14 +202,15 @@ def _mass_of_first(counts, masses, count_above, mass_above, bin_k, k):
 
 @triton.jit
 def _narrowed(
-    counts, count_above, mass_above, binning, low, top_unit, top_k, limited, top_p, waits, goal, floor, top,
-    before, after, rate, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+    counts, count_above, mass_above, mass_above_middle, binning, middle, low, top_unit, top_k, limited, top_p,
+    waits, goal, floor, top, before, after, rate, SHIFT: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The interval where the cut is, after a round, from the one before it, ``[low, high]``.
 
     The bins may begin above ``low``. ``limited``: top-k is among what decides. ``waits``: top-p's goal is a
     share of the first k's mass, which must be known first, and until it is the interval is the kth token's.
-    Returns the interval, ``limited``, ``waits`` and the goal.
+    Returns the interval, ``limited``, ``waits``, the goal, and a unit below which the cut may not be: a
+    middle for the next round.
     """
     base, high, bits, scale, _ = binning
     single = (bits == 0) & (scale == 0.0)
@@ -212,11 +225,13 @@ def _narrowed(
             high_k = tl.maximum(base - 1, low)
     low_p = low
     high_p = low
+    beneath_first = low
     if top_p < 1.0:
         lighter = 0  # above so many bins there is, or may be, less mass than the goal
         lightest = 0
         light_all = 0.0 * goal
         heavy_all = light_all
+        known_now = False
         if single:
             masses = _masses(counts, binning, top, before, after, rate, 0, SHIFT, PROBS, PTX)
             if waits & ((bin_k < BINS) | (base == low)):
@@ -226,6 +241,7 @@ def _narrowed(
                 high_k = low_k
                 waits = False
                 limited = False
+                known_now = True
             lighter = _lighter(masses, mass_above, goal)
             lightest = lighter
             if lighter == BINS:
@@ -239,16 +255,23 @@ def _narrowed(
             lightest = _lighter(masses, mass_above, goal)
             heavy_all = tl.sum(_total(masses), 0) + mass_above
         if not waits:
-            if lighter == 0:  # above all of them: the first k's goal was not known yet
+            if known_now & (lighter == 0):  # above all of them, which were the kth token's
                 low_p = high + 1
                 high_p = top_unit
             else:  # the lowest bin that may have the cut; it is not above the highest of the other
-                low_p = edges(lighter - 1, binning, SHIFT, PROBS)[0]
+                low_p = edges(tl.maximum(lighter - 1, 0), binning, SHIFT, PROBS)[0]
                 high_p = edges(tl.maximum(lightest - 1, 0), binning, SHIFT, PROBS)[1]
                 beneath = (lighter == BINS) & (light_all < goal)
                 low_p = tl.where(beneath, low, low_p)
                 high_p = tl.where(beneath & (base > low) & (heavy_all < goal), base - 1, high_p)
-    return tl.maximum(low_k, low_p), tl.maximum(high_k, high_p), limited, waits, goal
+                if not single:
+                    beneath_first = edges(tl.maximum(lightest - 1, 0), binning, SHIFT, PROBS)[0] - 1
+                    lower = mass_above_middle < goal
+                    high_p = tl.where(lower, tl.minimum(high_p, middle), high_p)
+                    low_p = tl.where(lower, low_p, tl.maximum(low_p, middle + 1))
+                    high_p = tl.maximum(low_p, high_p)  # if rounding orders two sums the other way
+    low = tl.maximum(low_k, low_p)
+    return low, tl.maximum(high_k, high_p), limited, waits, goal, beneath_first
 
 
 @triton.jit
@@ -344,21 +367,29 @@ def find_cut(
             inside2 = tl.where(lane + 32 < chunks, units2, top_unit)
             base = tl.maximum(low, _guess(least(inside, inside2, TWO), top, temperature, SHIFT, PROBS))
     counted = 0  # whether the last step counted
+    turn = 0
+    likely = low
     while (low < high) | (waits & (high < top_unit)):  # or only the first k's mass is not known
         step += 1
-        binning = cut_up(base, high, SHIFT, PROBS)
-        counts, count_above, mass_above = _count_round(
-            row, words_ptr, step, epoch + step, rank, programs, V, units, units2, binning, top_unit, top,
-            before, after, rate, chunks, CHUNK, THREADS, VEC, SHIFT, PROBS, PTX,
+        binning = cut_up(base, high, turn < _BY_VALUE, SHIFT, PROBS)
+        middle = high
+        if (top_p < 1.0) & (not waits) & (high.to(tl.int64) - base >= BINS):
+            middle = (low + (high.to(tl.int64) - low) // 2).to(tl.int32)
+            if (turn % 2 == 1) & (likely >= low) & (likely < high):
+                middle = likely
+        counts, count_above, mass_above, mass_above_middle = _count_round(
+            row, words_ptr, step, epoch + step, rank, programs, V, units, units2, binning, middle, top_unit,
+            top, before, after, rate, chunks, CHUNK, THREADS, VEC, SHIFT, PROBS, PTX,
         )  # fmt: skip
         if (counted == 1) & (rank == 0):
             clear(histogram_of(words_ptr, step - 1))
         counted = 1
-        low, high, limited, waits, goal = _narrowed(
-            counts, count_above, mass_above, binning, low, top_unit, top_k, limited, top_p, waits, goal,
-            floor, top, before, after, rate, SHIFT, PROBS, PTX,
+        low, high, limited, waits, goal, likely = _narrowed(
+            counts, count_above, mass_above, mass_above_middle, binning, middle, low, top_unit, top_k,
+            limited, top_p, waits, goal, floor, top, before, after, rate, SHIFT, PROBS, PTX,
         )  # fmt: skip
         base = low
+        turn += 1
 
     step += 1
     cut = low

@@ -45,10 +45,10 @@ def histogram_of(words_ptr, step):
 
 
 @triton.jit
-def cut_up(base, high, SHIFT: tl.constexpr, PROBS: tl.constexpr):
+def cut_up(base, high, by_value, SHIFT: tl.constexpr, PROBS: tl.constexpr):
     """How ``[base, high]`` is cut: ``(base, high, bits, rate, wide)``.
 
-    A bin has ``2**bits`` units, or, where ``rate`` is not 0, ``wide = 1 / rate`` logits.
+    A bin has ``2**bits`` units, or, if ``by_value`` and ``rate`` is not 0, ``wide = 1 / rate`` logits.
     """
     span = high.to(tl.int64) - base
     bits = 0
@@ -57,7 +57,7 @@ def cut_up(base, high, SHIFT: tl.constexpr, PROBS: tl.constexpr):
     rate = tl.full([], 0.0, tl.float32)
     wide = tl.full([], 0.0, tl.float64)
     if not PROBS:
-        if bits > 0:
+        if by_value & (bits > 0):
             height = value_of(high, SHIFT).to(tl.float64) - value_of(base, SHIFT).to(tl.float64)
             even = (height < _SPREAD) & (height > 1.0 / _SPREAD)
             rate = tl.where(even, BINS / height, 0.0).to(tl.float32)
