@@ -127,6 +127,14 @@ def forbidden_top(case: VerifyCase) -> list[VerifyCase]:
     return [case.replace_requests([replace(subject, top_k=1, top_p=1.0, min_p=0.0, processors=held)])]
 
 
+def each_greedy(case: VerifyCase) -> list[VerifyCase]:
+    """Every processed request alone, at temperature 0: the argmax is the processed row's, by any rule."""
+    if case.kind != "logits":
+        return []
+    processed = [request for request in case.requests if request.processors != RequestProcessors()]
+    return [case.replace_requests([replace(request, temperature=0.0)]) for request in processed]
+
+
 def repeated_top(case: VerifyCase) -> list[VerifyCase]:
     """The root's likeliest token committed three times: its presence counts once, its frequency thrice."""
     subject = case.requests[0]

@@ -11,8 +11,17 @@ import numpy as np
 
 from treeconv import _law_checks as plain
 from treeconv import oracle
-from treeconv._drive import as_views, bytes_of, decide, input_tensors, measure, outcome_coins, submit
-from treeconv._planted_cases import with_settings
+from treeconv._drive import (
+    as_views,
+    bytes_of,
+    decide,
+    input_tensors,
+    judge_made,
+    measure,
+    outcome_coins,
+    submit,
+)
+from treeconv._planted_cases import each_greedy, with_settings
 from treeconv.judge import Observed, Violation, judge, observe, target_rows
 from treeconv.tree import DraftTree
 
@@ -26,8 +35,9 @@ if TYPE_CHECKING:
 
 
 def decisions(case: VerifyCase, backend: Backend, device: str) -> int:
-    """The whole batch at its coins and at spread ones, then every boundary of every request."""
+    """The whole batch at its coins and at spread ones, then every boundary; processed requests greedily too."""
     judged = plain.oracle_agreement(case, backend, device)
+    judged += judge_made(each_greedy(case), backend, device, 2)
     return judged + plain.critical_coins(case, backend, device)
 
 
