@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def decisions(case: VerifyCase, backend: Backend, device: str) -> int:
-    """The whole batch at its coins and at spread ones, then every boundary; processed requests greedily too."""
+    """The whole batch at its coins and at spread ones, then every boundary; where processed, greedily too."""
     judged = plain.oracle_agreement(case, backend, device)
     judged += judge_made(each_greedy(case), backend, device, 2)
     return judged + plain.critical_coins(case, backend, device)

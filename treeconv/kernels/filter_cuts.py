@@ -16,8 +16,8 @@ are not 1 - p of the row) and the row's maximum. In a round all programs count t
 interval (:mod:`.unit_histograms`), and each chunk publishes what it has above the interval. A bin of one unit
 tells its tokens' mass, count times mass; of a wider one its edges bound it, and the interval shrinks. Bounds
 alone may never tell at which of two far tokens the goal lies, so the mass above the interval's middle is
-summed, too: it is halved at least. Rows of 16 bits mostly have 256 units or fewer to look at: one round, and a
-last one for what is above the cut and at it. All of it is decided in float64, on integers and on sums of
+summed, too: it is halved at least. Rows of 16 bits mostly have 256 units or fewer to look at: one round, and
+a last one for what is above the cut and at it. All of it is decided in float64, on integers and on sums of
 float32 in a fixed order: exact on dyadic probabilities, the same for any number of programs.
 
 Masses are relative to the row's maximum, or probabilities as they are.
