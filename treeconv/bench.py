@@ -368,6 +368,8 @@ def _measure(
     if path == "deployed":
         function, note = (deployed.greedy if temperature == 0 else deployed.sampled), deployed.note
         inputs = inputs[: max(1, min(len(inputs), 2**31 // (B * N * V * 8) or 1))]
+        if temperature > 0 and deployed.has_kernel and B * N * V >= 2**32:
+            note = "at 2**32 elements and more sgl_kernel's offsets wrap: it reads other rows"
     else:
         backend = get_backend(path)
         function = backend.verify
