@@ -316,12 +316,10 @@ def ranks_agree(case: VerifyCase, backend: Backend, device: str) -> int:
     judged = 0
 
     def compare(door: str, who: str, text: Sequence[Observed]) -> None:
-        nonlocal judged
         for place in range(count):
             if text[place] != first[door][place]:
                 why = f"coins drawn from {door}, the same on every rank"
                 raise Violation(place, f"{who}: {text[place]}", f"as rank 0: {first[door][place]}", why)
-        judged += count
 
     for door in doors_of(backend):
         for rank in range(3):
@@ -332,7 +330,8 @@ def ranks_agree(case: VerifyCase, backend: Backend, device: str) -> int:
                 text = draw(case, backend, device, positions, **given)
             first.setdefault(door, text)
             compare(door, f"rank {rank}", text)
-    if seeds[0] % 2 == 0:
+            judged += count
+    if seeds[0] % 2 == 0:  # not among the decisions: who can be asked there is no matter of the sampler
         calls: list[dict[str, Any]] = []
         for door in first:
             drawn_from = {"seeds": seeds[:count]} if door == "seeds" else {"generator_seed": seeds[0]}
