@@ -317,7 +317,7 @@ class FilterOfRequestZero(FilterSampler):
         return filters.cuts()[:1] * len(filters.top_k)
 
 
-@fault("K3", "filters-logits", "filters-wide")
+@fault("K3", "filters-logits")
 class FiltersBeforeTemperature(FilterSampler):
     def laws(self, request, row):
         cuts = self.filters[request]
