@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "deep_cuts",
+    "each_greedy",
     "far_below",
     "forbidden_top",
     "repeated_top",

@@ -52,7 +52,7 @@ class TritonBackend:
     call can be captured in a CUDA graph once one like it ran outside (which compiles the kernel and
     lays out scratch).
 
-    Scratch (3.2 MB) belongs to the stream of the call: calls on one stream, and graphs captured on it, share
+    Scratch (5.2 MB) belongs to the stream of the call: calls on one stream, and graphs captured on it, share
     theirs and must not run at the same time as each other, on whatever streams the graphs are replayed;
     different streams are independent. ``torch.cuda.Stream()`` hands out streams of a pool again, and
     ``torch.cuda.graph`` captures on one and the same stream unless told otherwise: graphs that are to be
