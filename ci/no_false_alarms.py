@@ -62,7 +62,6 @@ FIRST = (
     "rng_faults.DrawAndMatch",
 )
 AIM = 100 * DEFAULT_MAX_EXAMPLES
-FLOOR = 5 * DEFAULT_MAX_EXAMPLES  # cases of every pair, before those that come first go on alone
 LONGEST = 40  # seconds after which a job's further cases are left to the next one
 SLOW_EVERY = 200  # a slow sampler's share of the cases: one in so many
 FEW = 10  # cases of a job for slow samplers alone
@@ -256,14 +255,14 @@ class Board:
     def next_job(self, slow_every: int) -> Job | None:
         """Of the least tried law, on the samplers that are short of the aim.
 
-        Once all have their least share, the first ones come first; slow ones alone come last.
+        Those that come first go on alone until they are there; slow ones alone come last.
         """
         waiting = []
         for law, names in self.pairs.items():
             due = [name for name in names if can_run(name) and self.cases_of(name, law) < AIM]
-            late = not set(due) & set(FIRST)
-            if not late and all(is_slow(name, law) or self.cases_of(name, law) >= FLOOR for name in due):
-                due = [name for name in due if name in FIRST]
+            late = all(name not in FIRST or is_slow(name, law) for name in due)
+            if not late:
+                due = [name for name in due if name in FIRST or is_slow(name, law)]
             quick = [name for name in due if not is_slow(name, law)]
             tried = min((self.cases_of(name, law) for name in quick or due), default=AIM)
             tried += self.running[law]
