@@ -18,8 +18,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+import treeconv
+from treeconv.backends.registry import get_backend
 from treeconv.backends.triton import TritonBackend
 from treeconv.errors import BackendUnavailable, InvalidArgument
+from treeconv.filters import Filters
 from treeconv.kernels import launch
 from treeconv.kernels.verify_tree import INTERPRETED
 from treeconv.tree import Coins, RowStatus, VerifyInput
@@ -393,6 +396,74 @@ def test_unusable_rows_silence_their_own_request_only(backend):
     assert check(backend, case, 3, probs=False) == 0
     out = run(backend, *case.tensors(), 3)
     assert sorted(set(out.status.tolist())) == [0, 1, 2, 3]
+
+
+BAD_TEMPERATURES = [-1.0, -0.001, float("nan"), float("inf"), float("-inf")]
+BAD_FILTERS = [(0, 1, 0), (-(2**32) + 5, 1, 0), (5, 0, 0), (5, -0.5, 0), (5, 1.5, 0), (5, float("nan"), 0),
+               (5, 1, -0.1), (5, 1, 1.1), (5, 1, float("nan"))]  # fmt: skip
+
+
+def settings_case(count):
+    """So many requests of one tree that accepts its child."""
+    case = Case(N=2, V=5)
+    for _ in range(count):
+        case.add([-1, 0], [0, 2], [[0.0, 0.0, 9.0, 0.0, 0.0], [9.0, 1.0, 0.0, 0.0, 0.0]], T=1.0,
+                 coins=[0.5, 0.5], final=0.25)  # fmt: skip
+    return case.tensors()
+
+
+def hold_silent(output, count):
+    """Every second request has bad settings and emits nothing; the others are as ever."""
+    bad = [RowStatus.BAD_SETTINGS if b % 2 else RowStatus.OK for b in range(count)]
+    assert output.status.tolist() == bad
+    for b, status in enumerate(bad):
+        silent = status != RowStatus.OK
+        assert output.accept_index[b].tolist() == ([-1, -1] if silent else [2 * b, 2 * b + 1])
+        assert output.accept_token_num[b].item() == (0 if silent else 1)
+        assert output.predicts[2 * b : 2 * b + 2].tolist() == ([-1, -1] if silent else [2, 0])
+
+
+def test_settings_out_of_range_silence_their_own_request_only(backend):
+    """On a device nobody looks at them before the kernel does."""
+    count = 2 * len(BAD_TEMPERATURES)
+    batch, rows, T, coins = settings_case(count)
+    T = T.clone()
+    T[1::2] = torch.tensor(BAD_TEMPERATURES, device=DEVICE)
+    for programs in PROGRAMS:
+        hold_silent(run(backend, batch, rows, T, coins, 2, programs), count)
+
+
+@pytest.mark.parametrize("order", ["sequential", "joint"])
+def test_filters_out_of_range_silence_their_own_request_only(backend, order):
+    count = 2 * len(BAD_FILTERS)
+    batch, rows, T, coins = settings_case(count)
+    columns = list(zip(*(given for bad in BAD_FILTERS for given in ((4, 1, 0), bad)), strict=True))
+    filters = Filters(
+        torch.tensor(columns[0], dtype=torch.int64, device=DEVICE),
+        *(torch.tensor(column, dtype=torch.float32, device=DEVICE) for column in columns[1:]),
+        order=order,
+    )
+    hold_silent(backend.verify(batch, rows, T, coins, 2, filters), count)
+    hold_silent(backend.verify_probs(batch, rows.softmax(2), coins, 2, filters), count)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["triton", "sgl", "eager"])
+def test_settings_on_a_device_through_verify(name):
+    if name == "sgl":
+        try:
+            get_backend(name)
+        except BackendUnavailable as error:
+            pytest.skip(str(error))
+    batch, rows, T, coins = settings_case(4)
+    T = T.clone()
+    T[1::2] = float("nan")
+    call = lambda: treeconv.verify(batch, rows, T, coins, backend=name, depth_cap=2)  # noqa: E731
+    if name == "eager":  # it waits for the device anyway
+        with pytest.raises(InvalidArgument, match="temperature=nan, but must be finite and >= 0"):
+            call()
+    else:
+        hold_silent(call(), 4)
 
 
 def test_unusable_probabilities_are_reported(backend):

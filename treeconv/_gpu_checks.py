@@ -44,7 +44,8 @@ class Sizes:
 
         wide_batch, wide_slots, wide_vocab: the full-size calls.
 
-        offset_shapes: ``(B, N, V)`` whose rows pass 2**31 and 2**32 elements.
+        offset_shapes: ``(B, N, V)`` whose rows pass 2**31 and 2**32 elements; one of the most nodes and tokens
+            that the Triton sampler takes.
     """
 
     trees: int = 102_400
@@ -54,7 +55,11 @@ class Sizes:
     wide_batch: int = 128
     wide_slots: int = 64
     wide_vocab: int = 163_840
-    offset_shapes: tuple[tuple[int, int, int], ...] = ((210, 64, 163_840), (430, 64, 163_840))
+    offset_shapes: tuple[tuple[int, int, int], ...] = (
+        (210, 64, 163_840),
+        (430, 64, 163_840),
+        (12, 1024, 262_144),
+    )
 
     @classmethod
     def small(cls) -> Sizes:

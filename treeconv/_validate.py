@@ -28,6 +28,7 @@ __all__ = [
     "check_int",
     "check_rows",
     "check_seeds",
+    "check_one_temperature",
     "check_temperature",
     "check_tensors",
     "check_trees",
@@ -273,12 +274,23 @@ def check_rows(rows: Any, name: str, batch: VerifyInput, dtypes: tuple[str, ...]
     return tensor
 
 
+def check_one_temperature(value: float) -> None:
+    """Refuse what no float32 temperature is; see :func:`check_temperature`."""
+    if not 0 <= value < float("inf"):
+        raise InvalidArgument(f"temperature={value!r}, but must be finite and >= 0")
+    if value > _LARGEST:
+        raise InvalidArgument(f"temperature={value!r}, but must be <= 3.4e38, the largest float32")
+    if 0 < value < _TINIEST:
+        raise InvalidArgument(f"temperature={value!r}, but must be 0 or >= 1.4e-45, the smallest float32")
+
+
 def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
     """A scalar or ``[B]`` as a float32 tensor ``[B]`` on the batch's device; finite and >= 0.
 
     A positive value under the smallest float32 (1.4e-45) is refused rather than turned into greedy, and
     one above the largest rather than turned into infinity.
-    Tensors on a CUDA device are taken as they are: reading them back would wait for the device.
+    Tensors on a CUDA device are taken as they are: reading them back would wait for the device. A backend
+    answers for what is in them: see :class:`~treeconv.tree.RowStatus`.
     """
     import torch  # noqa: PLC0415
 
@@ -305,12 +317,7 @@ def check_temperature(temperature: Any, batch: VerifyInput) -> torch.Tensor:
             f"temperature.shape={tuple(values.shape)}, but must be a scalar or ({size},), one per request"
         )
     for value in values.reshape(-1).tolist():
-        if not 0 <= value < float("inf"):
-            raise InvalidArgument(f"temperature={value!r}, but must be finite and >= 0")
-        if value > _LARGEST:
-            raise InvalidArgument(f"temperature={value!r}, but must be <= 3.4e38, the largest float32")
-        if 0 < value < _TINIEST:
-            raise InvalidArgument(f"temperature={value!r}, but must be 0 or >= 1.4e-45, the smallest float32")
+        check_one_temperature(value)
     return values.to(torch.float32).expand(size).contiguous().to(batch.device)
 
 
@@ -376,7 +383,7 @@ def check_filters(
 ) -> Filters | None:
     """The batch's filters, each given as None, a scalar or one per request; None where all are off.
 
-    Tensors on a CUDA device are taken as they are: reading them back would wait for the device.
+    Tensors on a CUDA device are taken as they are, as in :func:`check_temperature`.
     """
     import torch  # noqa: PLC0415
 

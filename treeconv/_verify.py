@@ -127,6 +127,8 @@ def verify(
 
         temperature: a scalar, or ``[B]``, one per request; finite, >= 0. 0 is greedy (the lowest-index
             argmax, exactly; coins do not matter); any T > 0 is sampled, as ``(x - max) / T``, never clamped.
+            A CUDA tensor is not read back: a request out of range has the status ``BAD_SETTINGS`` and emits
+            nothing (``eager``, which waits for the device anyway, raises). So it is with filters.
 
         coins: ``Coins(accept=[B, N], final=[B])`` float32 in [0, 1). Default: fresh ones.
 

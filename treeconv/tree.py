@@ -49,15 +49,17 @@ class TreeMaskMode(IntEnum):
 
 
 class RowStatus(IntEnum):
-    """Why a request emitted nothing: what was found in a *visited* target row.
+    """Why a request emitted nothing: what was found in a *visited* target row, or in its own settings.
 
-    A row that holds several is reported as the first of NAN, POS_INF, EMPTY.
+    A row that holds several is reported as the first of NAN, POS_INF, EMPTY. BAD_SETTINGS comes before them;
+    only settings that are on a device are told of in this way: others are refused before the call.
     """
 
     OK = 0
     NAN = 1  # NaN, or through the probability interface a negative number
     POS_INF = 2
     EMPTY = 3  # all -inf, or through the probability interface no mass at all
+    BAD_SETTINGS = 4  # a temperature, top_k, top_p or min_p outside its range, in a tensor on a device
 
 
 def _integers(values: Iterable[Any], name: str) -> tuple[int, ...]:

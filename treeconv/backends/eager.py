@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from treeconv._validate import check_one_temperature
 from treeconv.backends._eager_rules import accept_by_ratio
 from treeconv.backends.base import BackendTraits
 from treeconv.processors import PROCESSORS
@@ -67,6 +68,9 @@ class EagerBackend:
     ) -> VerifyOutput:
         """Process each visited row, softmax it at its request's temperature, filter it, then walk."""
         temperatures = temperature.tolist()
+        if not temperature.is_cpu:  # nobody has looked at them before
+            for one in temperatures:
+                check_one_temperature(one)
         return _LazyWalk(batch, logits, temperatures, coins, depth_cap, filters, rule, processors).run()
 
     def verify_probs(

@@ -208,15 +208,16 @@ class SglBackend:
         Raises:
             InvalidArgument, InvalidTree: see the class.
         """
+        status = None
         if not self.raw:
             self._check(batch, "logits", logits, depth_cap)
             _check_offsets(logits)
             temperature, coins = check_temperature(temperature, batch), check_coins(coins, batch)
-        probs = self._probs(logits, temperature)
-        status = None
-        if not self.raw:
+            usable = (temperature >= 0) & (temperature < torch.inf)  # on a device nobody has looked
+            temperature = torch.where(usable, temperature, 1.0)
             status = _row_status(logits.amax(dim=2), torch.finfo(logits.dtype).min)
-        return self._run(batch, probs, coins, depth_cap, status)
+            status = torch.where(usable[:, None], status, int(RowStatus.BAD_SETTINGS))
+        return self._run(batch, self._probs(logits, temperature), coins, depth_cap, status)
 
     def verify_probs(
         self, batch: VerifyInput, target_probs: torch.Tensor, coins: Coins, depth_cap: int

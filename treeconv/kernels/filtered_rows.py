@@ -18,22 +18,23 @@ from treeconv.kernels.listed_cuts import limits, list_largest, weighed
 from treeconv.kernels.published_words import all_words, place_of
 from treeconv.kernels.row_chunks import unordered
 from treeconv.kernels.row_values import read
-from treeconv.kernels.sibling_lists import siblings
+from treeconv.kernels.tree_tables import first_siblings
 
 __all__ = ["decide"]
 
 
 @triton.jit(noinline=True)
 def _searched(
-    row, words_ptr, epoch, step, rank, programs, child, coin, final, tested, top_key, top_k, top_p, min_p,
-    temperature, before, after, rate, limit, sibling_ptr, candidates_ptr, N, V, chunks: tl.constexpr,
-    CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
-    JOINT: tl.constexpr, FILTERS: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
+    row, words_ptr, epoch, step, rank, programs, tree, node, coin, final, tested, top_key, top_k, top_p,
+    min_p, temperature, before, after, rate, limit, child_ptr, sibling_ptr, candidates_ptr, N, V,
+    chunks: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr,
+    SLOTS: tl.constexpr, SHIFT: tl.constexpr, JOINT: tl.constexpr, FILTERS: tl.constexpr,
+    PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """:func:`decide` by a search, of a filtered row; what it returns.
 
     Not inlined: what a call that searches for nothing would have to keep and to spill for it costs more
-    than to read the row's words and ``child`` with its siblings again. Such a function takes scalars alone.
+    than to read the row's words and ``node``'s children again. Such a function takes scalars alone.
     """
     NO_MASS: tl.constexpr = 0.0 if PROBS else float("-inf")
     tops, sums, _, tops2, sums2, _ = all_words(place_of(words_ptr, step), epoch + step, chunks, PTX)
@@ -42,7 +43,9 @@ def _searched(
     units2, _, masses2 = weighed(tops2, sums2, 1, top, before, after, rate, limit, chunks, SHIFT, PROBS, PTX)
     row_sum = summed(masses, masses2, chunks > 32)
     goal, floor, _ = limits(row_sum, top, top_p, min_p, temperature, SHIFT, PROBS)
-    nodes, tokens, rest, left = siblings(sibling_ptr, candidates_ptr, child, N, N, V)
+    nodes, tokens, rest, left = first_siblings(
+        tree, child_ptr, sibling_ptr, candidates_ptr, node, N, V, SLOTS, PTX
+    )
     cut, cut_id, kept, left_sum, chunk, base, step = find_cut(
         row, words_ptr, epoch, step, rank, programs, V, N, top_key, top_k, top_p, temperature, units, units2,
         row_sum, goal, floor, tested, final, before, after, rate, tokens, rest, left, sibling_ptr,
@@ -60,16 +63,16 @@ def _searched(
 
 @triton.jit
 def decide(
-    child, child_x, nodes, tokens, rest, left, coin, final, tested, row, row_sum, tops, sums, tops2, sums2,
-    words_ptr, epoch, step, rank, programs, filtered, top_k, top_p, min_p, greedy, argmax, temperature,
-    top_key, before, after, rate, limit, sibling_ptr, candidates_ptr, N, V, chunks: tl.constexpr,
-    CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
+    tree, node, child_x, nodes, tokens, rest, left, coin, final, tested, row, row_sum, tops, sums, tops2,
+    sums2, words_ptr, epoch, step, rank, programs, filtered, top_k, top_p, min_p, greedy, argmax, temperature,
+    top_key, before, after, rate, limit, child_ptr, sibling_ptr, candidates_ptr, N, V, chunks: tl.constexpr,
+    CHUNK: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr,
     FILTERS: tl.constexpr, PROBS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Test the children, if ``tested``, and if none is accepted place the bonus; rows not ``filtered`` too.
 
-    ``tops`` to ``sums2`` are the row's words, in halves; ``child`` is the first child, ``child_x`` to
-    ``left`` it and its siblings.
+    ``tops`` to ``sums2`` are the row's words, in halves; ``child_x`` to ``left`` the first block of
+    ``node``'s children.
 
     Returns the first accepted child, packed with its rank, or ``NEVER``; the last child of positive mass or
     -1; and of a filtered row, if none was accepted, the mass left for the bonus, the chunk where ``final``
@@ -107,8 +110,8 @@ def decide(
         unsure = 1 - known
     if unsure == 1:
         hit, last, left_sum, chunk, base, cut, cut_id, step = _searched(
-            row, words_ptr, epoch, step, rank, programs, child, coin, final, tested, top_key, top_k, top_p,
-            min_p, temperature, before, after, rate, limit, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK,
-            THREADS, VEC, SHIFT, JOINT, FILTERS, PROBS, PTX,
+            row, words_ptr, epoch, step, rank, programs, tree, node, coin, final, tested, top_key, top_k,
+            top_p, min_p, temperature, before, after, rate, limit, child_ptr, sibling_ptr, candidates_ptr, N,
+            V, chunks, CHUNK, THREADS, VEC, SLOTS, SHIFT, JOINT, FILTERS, PROBS, PTX,
         )  # fmt: skip
     return hit, last, left_sum, chunk, base, cut, cut_id, step

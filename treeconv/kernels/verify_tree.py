@@ -147,14 +147,18 @@ def _verify_tree_kernel(
     greedy = False
     before, after, rate = 1.0, 1.0, 1.0
     limit = 0.0  # |top / T| in bits up to which a chunk's exponents are one fma
+    usable = tl.full([], 1, tl.int1)  # whether the request's settings are in their ranges
     if not PROBS:
+        usable = (temperature >= 0.0) & (temperature < float("inf"))  # not so if it is NaN
         greedy = temperature == 0.0
         before, after, rate, limit = scales(temperature)
     filtered = False
     if FILTERS:
-        top_k = tl.minimum(tl.load(top_k_ptr + b), V).to(tl.int32)
+        top_k = tl.load(top_k_ptr + b)
         top_p = tl.load(top_p_ptr + b)
         min_p = tl.load(min_p_ptr + b)
+        usable &= (top_k >= 1) & (top_p > 0.0) & (top_p <= 1.0) & (min_p >= 0.0) & (min_p <= 1.0)
+        top_k = tl.minimum(top_k, V).to(tl.int32)
         filtered = (top_k < V) | (top_p < 1.0) | (min_p > 0.0)
         if not PROBS:
             filtered = filtered & (temperature != 0.0)
@@ -165,7 +169,7 @@ def _verify_tree_kernel(
     path = tl.where(slots == 0, 0, -1)  # the nodes in them
     follows = tl.full([SLOTS], -1, tl.int32)  # of each node the accepted child
     step = -1
-    status = 0
+    status = tl.where(usable, 0, 4)  # of treeconv.tree.RowStatus
     bonus = 0  # greedy: the argmax of the last row
     # Where the bonus token is, what precedes it there, and the maxima of the row and the chunk.
     last_chunk = 0
@@ -179,7 +183,7 @@ def _verify_tree_kernel(
     rest = -1
     left = 0
 
-    active = 1
+    active = tl.where(usable, 1, 0)
     while active == 1:
         # 1. publish this program's chunks of the node's row, each fetched while the one before is summed
         step += 1
@@ -249,11 +253,11 @@ def _verify_tree_kernel(
                 top_p = tl.load(top_p_ptr + b)
                 min_p = tl.load(min_p_ptr + b)
                 hit, last, filtered_sum, cut_chunk, cut_base, cut, cut_id, step = decide(
-                    first_child(tree, child_ptr, node, N, SLOTS, PTX), child_x, nodes, tokens, rest, left,
-                    coin, final, used < cap, row, row_sum, tops, sums, tops2, sums2, words_ptr + OWN * b,
-                    epoch, step, rank, programs, filtered, top_k, top_p, min_p, greedy, bonus, temperature,
-                    top_key, before, after, rate, limit, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK,
-                    THREADS, VEC, SHIFT, FILTERS, PROBS, PTX,
+                    tree, node, child_x, nodes, tokens, rest, left, coin, final, used < cap, row, row_sum,
+                    tops, sums, tops2, sums2, words_ptr + OWN * b, epoch, step, rank, programs, filtered,
+                    top_k, top_p, min_p, greedy, bonus, temperature, top_key, before, after, rate, limit,
+                    child_ptr, sibling_ptr, candidates_ptr, N, V, chunks, CHUNK, THREADS, VEC, SLOTS, SHIFT,
+                    FILTERS, PROBS, PTX,
                 )  # fmt: skip
             else:
                 hit, last, _ = first_accepted(
@@ -352,7 +356,7 @@ def verify_tree(
 
         rows: ``[B, N, V]`` logits, or probabilities where ``temperature`` is None; last stride 1.
 
-        temperature: ``[B]`` float32 >= 0 and finite, or None for probabilities.
+        temperature: ``[B]`` float32 >= 0 and finite, or None for probabilities; of others ``status`` says so.
 
         coins: ``[B, N]`` float32, contiguous.
 
