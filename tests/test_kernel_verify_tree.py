@@ -21,11 +21,12 @@ pytest.importorskip("triton")
 import treeconv
 from treeconv.backends.registry import get_backend
 from treeconv.backends.triton import TritonBackend
+from treeconv.convert import to_verify_input
 from treeconv.errors import BackendUnavailable, InvalidArgument
 from treeconv.filters import Filters
 from treeconv.kernels import launch
 from treeconv.kernels.verify_tree import INTERPRETED
-from treeconv.tree import Coins, RowStatus, VerifyInput
+from treeconv.tree import Coins, DraftTree, RowStatus, VerifyInput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and not INTERPRETED:
@@ -447,6 +448,34 @@ def test_filters_out_of_range_silence_their_own_request_only(backend, order):
     hold_silent(backend.verify_probs(batch, rows.softmax(2), coins, 2, filters), count)
 
 
+@pytest.mark.parametrize("order", ["sequential", "joint"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_walk_by_settings_out_of_range_ends(backend, order, dtype):
+    """Flat rows, whose cut is searched for: whatever is asked, the search ends, and the others are right."""
+    temperatures = [1.0, 0.0, *BAD_TEMPERATURES]
+    asked = [(T, *cuts) for T in temperatures for cuts in [(50, 0.9, 0.01), *BAD_FILTERS]]
+    V, count = 600, len(asked)
+    rng = np.random.default_rng(3)
+    case = Case(N=2, V=V)
+    for T, *_ in asked:
+        case.add([-1, 0], [0, 2], rng.normal(0, 2, (2, V)).tolist(), T=T, coins=[0.5, 0.5], final=0.7)
+    batch, rows, T, coins = case.tensors()
+    columns = list(zip(*(cuts for _, *cuts in asked), strict=True))
+    filters = Filters(
+        torch.tensor(columns[0], dtype=torch.int64, device=DEVICE),
+        *(torch.tensor(column, dtype=torch.float32, device=DEVICE) for column in columns[1:]),
+        order=order,
+    )
+    output = backend.verify(batch, rows.to(dtype), T, coins, 2, filters)
+    fine = [b for b, (T, *cuts) in enumerate(asked) if T in (0.0, 1.0) and cuts == [50, 0.9, 0.01]]
+    assert [b for b, status in enumerate(output.status.tolist()) if status == RowStatus.OK] == fine
+    assert set(output.status.tolist()) == {RowStatus.OK, RowStatus.BAD_SETTINGS}
+    silent = torch.ones(count, dtype=torch.bool, device=DEVICE)
+    silent[fine] = False
+    assert (output.predicts.view(count, 2)[silent] == -1).all()
+    assert (output.predicts.view(count, 2)[~silent, 0] >= 0).all()
+
+
 @gpu
 @pytest.mark.parametrize("name", ["triton", "sgl", "eager"])
 def test_settings_on_a_device_through_verify(name):
@@ -455,7 +484,8 @@ def test_settings_on_a_device_through_verify(name):
             get_backend(name)
         except BackendUnavailable as error:
             pytest.skip(str(error))
-    batch, rows, T, coins = settings_case(4)
+    _, rows, T, coins = settings_case(4)
+    batch = to_verify_input([DraftTree((-1, 0), (0, 2))] * 4, device=DEVICE)
     T = T.clone()
     T[1::2] = float("nan")
     call = lambda: treeconv.verify(batch, rows, T, coins, backend=name, depth_cap=2)  # noqa: E731

@@ -44,8 +44,8 @@ class Sizes:
 
         wide_batch, wide_slots, wide_vocab: the full-size calls.
 
-        offset_shapes: ``(B, N, V)`` whose rows pass 2**31 and 2**32 elements; one of the most nodes and tokens
-            that the Triton sampler takes.
+        offset_shapes: ``(B, N, V)`` whose rows pass 2**31 and 2**32 elements; one of them has the most nodes
+            and tokens that the Triton sampler takes.
     """
 
     trees: int = 102_400

@@ -103,7 +103,7 @@ class TritonBackend:
             logits: ``[B, N, V]`` bf16, fp16 or fp32; last dimension contiguous, the others of any stride.
 
             temperature: ``[B]`` float32, finite and >= 0; 0 is the lowest-index argmax. A request with another
-                one emits nothing, and its status is ``BAD_SETTINGS``; likewise with filters out of range.
+                emits nothing, and its status is ``BAD_SETTINGS``; so it is with filters out of range.
 
             coins: ``accept`` ``[B, N]`` and ``final`` ``[B]``, float32 in [0, 1].
 

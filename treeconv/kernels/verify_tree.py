@@ -73,6 +73,24 @@ __all__ = ["INTERPRETED", "verify_tree"]
 _BIG = tl.constexpr(1 << 30)  # above every token
 
 
+@triton.jit
+def _are_usable(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, FILTERS: tl.constexpr, PROBS: tl.constexpr):
+    """Whether a request's settings are in their ranges; NaN is in none.
+
+    Asked at the end, and loaded anew: known before the walk, it would cost registers all along. A walk by bad
+    settings ends, too, and what it found is not told.
+    """
+    usable = tl.full([], 1, tl.int1)
+    if not PROBS:
+        temperature = tl.load(temperature_ptr)
+        usable &= (temperature >= 0.0) & (temperature < float("inf"))
+    if FILTERS:
+        top_p = tl.load(top_p_ptr)
+        min_p = tl.load(min_p_ptr)
+        usable &= (tl.load(top_k_ptr) >= 1) & (top_p > 0.0) & (top_p <= 1.0) & (min_p >= 0.0) & (min_p <= 1.0)
+    return usable
+
+
 @triton.jit(do_not_specialize=["N", "depth_cap"])  # N = 1 as a constant makes Triton 3.6 fail
 def _verify_tree_kernel(
     candidates_ptr,  # [B, N] int64, contiguous
@@ -147,18 +165,14 @@ def _verify_tree_kernel(
     greedy = False
     before, after, rate = 1.0, 1.0, 1.0
     limit = 0.0  # |top / T| in bits up to which a chunk's exponents are one fma
-    usable = tl.full([], 1, tl.int1)  # whether the request's settings are in their ranges
     if not PROBS:
-        usable = (temperature >= 0.0) & (temperature < float("inf"))  # not so if it is NaN
         greedy = temperature == 0.0
         before, after, rate, limit = scales(temperature)
     filtered = False
     if FILTERS:
-        top_k = tl.load(top_k_ptr + b)
+        top_k = tl.minimum(tl.load(top_k_ptr + b), V).to(tl.int32)
         top_p = tl.load(top_p_ptr + b)
         min_p = tl.load(min_p_ptr + b)
-        usable &= (top_k >= 1) & (top_p > 0.0) & (top_p <= 1.0) & (min_p >= 0.0) & (min_p <= 1.0)
-        top_k = tl.minimum(top_k, V).to(tl.int32)
         filtered = (top_k < V) | (top_p < 1.0) | (min_p > 0.0)
         if not PROBS:
             filtered = filtered & (temperature != 0.0)
@@ -169,7 +183,7 @@ def _verify_tree_kernel(
     path = tl.where(slots == 0, 0, -1)  # the nodes in them
     follows = tl.full([SLOTS], -1, tl.int32)  # of each node the accepted child
     step = -1
-    status = tl.where(usable, 0, 4)  # of treeconv.tree.RowStatus
+    status = 0
     bonus = 0  # greedy: the argmax of the last row
     # Where the bonus token is, what precedes it there, and the maxima of the row and the chunk.
     last_chunk = 0
@@ -183,7 +197,7 @@ def _verify_tree_kernel(
     rest = -1
     left = 0
 
-    active = tl.where(usable, 1, 0)
+    active = 1
     while active == 1:
         # 1. publish this program's chunks of the node's row, each fetched while the one before is summed
         step += 1
@@ -302,6 +316,7 @@ def _verify_tree_kernel(
 
     # 3. the bonus token and the outputs, by the program that has the bonus's chunk in its cache
     if rank == tl.where((status == 0) & (greedy == 0), last_chunk % programs, 0):
+        usable = _are_usable(temperature_ptr + b, top_k_ptr + b, top_p_ptr + b, min_p_ptr + b, FILTERS, PROBS)
         predicted = tl.load(candidates_ptr + follows, mask=follows >= 0, other=-1).to(tl.int32)
         if (status == 0) & (greedy == 0):
             goal = final.to(tl.float64) * residual_sum.to(tl.float64)
@@ -310,6 +325,7 @@ def _verify_tree_kernel(
                 cut_id, before, after, rate, limit, tokens, rest, left, sibling_ptr, candidates_ptr, N, V,
                 CHUNK, THREADS, VEC, SHIFT, PROBS, FILTERS, PTX,
             )  # fmt: skip
+        status = tl.where(usable, status, 4)
         predicted = tl.where(slots == node, bonus, predicted)
         predicted = tl.where(status == 0, predicted, -1)
         accepted = tl.where(path >= 0, b * N + path, -1)
