@@ -19,6 +19,21 @@ from treeconv.tree import RowStatus, VerifyOutput
 FAULTS, fault = planting()
 
 
+def running_sums(values):
+    """In float32; of more than 32 as a device scans, each a tree of additions.
+
+    One after the other, thousands are coarser than what the oracle grants float32.
+    """
+    sums = np.array(values, np.float32)
+    if sums.size <= 32:
+        return np.cumsum(sums, out=sums)
+    step = 1
+    while step < sums.size:
+        sums[step:] += sums[:-step].copy()
+        step *= 2
+    return sums
+
+
 @dataclass
 class Walk:
     """One request as the walk sees it."""
@@ -158,7 +173,7 @@ class Sampler:  # its steps take all that a fault may want to look at
         return walk.final
 
     def draw(self, residual, coin):
-        sums = np.cumsum(residual, dtype=np.float32)
+        sums = running_sums(residual)
         above = np.flatnonzero((sums > np.float64(coin) * np.float64(sums[-1])) & (residual > 0))
         return int(above[0]) if above.size else self.fallback(residual)
 

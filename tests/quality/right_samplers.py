@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from faults import Sampler
+from faults import Sampler, running_sums
 from filter_faults import RIGHT as RIGHT_FILTERS
 from processed_rule_faults import RIGHT as RIGHT_PROCESSED_RULES
 from processor_faults import RIGHT as RIGHT_PROCESSORS
@@ -50,7 +50,7 @@ class InFloat64(Sampler):
 
 def backwards(values):
     """Their float32 sum from the last to the first."""
-    return np.cumsum(values[::-1], dtype=np.float32)[-1] if len(values) else np.float32(0)
+    return running_sums(values[::-1])[-1] if len(values) else np.float32(0)
 
 
 class InReverse(Sampler):
@@ -79,7 +79,7 @@ class InReverse(Sampler):
 
     def draw(self, residual, coin):
         total = np.float64(backwards(residual))
-        sums = np.cumsum(residual, dtype=np.float32)
+        sums = running_sums(residual)
         above = np.flatnonzero((sums > np.float64(coin) * total) & (residual > 0))
         return int(above[0]) if above.size else self.fallback(residual)
 

@@ -102,8 +102,8 @@ class TritonBackend:
 
             logits: ``[B, N, V]`` bf16, fp16 or fp32; last dimension contiguous, the others of any stride.
 
-            temperature: ``[B]`` float32, finite and >= 0; 0 is the lowest-index argmax. A request with another
-                emits nothing, and its status is ``BAD_SETTINGS``; so it is with filters out of range.
+            temperature: ``[B]`` float32, finite and >= 0; 0 is the lowest-index argmax. A request with any
+                other emits nothing, its status being ``BAD_SETTINGS``; so it is with filters out of range.
 
             coins: ``accept`` ``[B, N]`` and ``final`` ``[B]``, float32 in [0, 1].
 
