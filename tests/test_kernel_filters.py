@@ -253,3 +253,52 @@ def test_a_row_of_16_bits_is_searched_in_two_rounds(cut, order):
     assert got.accept_token_num.tolist() == [0, 0, 0]
     assert_alike(got, EagerBackend().verify(*call))
     assert steps_of(backend)[:3] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_tokens_mass_is_its_own(dtype):
+    """Not its chunk's weight, which makes up for a rounded exponent: by 1e-5 far from zero."""
+    T = 2.0**-7
+    tree = DraftTree((-1, 0), (1, 0))
+    tops = torch.linspace(3.0, 5.5, 24).to(dtype).double()
+    rows = torch.stack([tops, tops - 2.5 * T, torch.zeros_like(tops)], dim=1).to(dtype)
+    near = rows.double() / T
+    shares = (near - near[:, :1]).exp()
+    shares = shares[:, 0] / shares.sum(dim=1)
+    kept = {
+        "alone": (shares * (1 - 2e-6)).float(),
+        "and the next": (shares * (1 + 2e-6)).float(),
+    }
+    below_one = 1 - 2.0**-24
+    held = 0
+    for what, top_p in kept.items():
+        certain = (top_p.double() / shares - 1).abs() > 1e-6
+        alone = (top_p.double() < shares).tolist()
+        count = len(tops)
+        filters = Filters(
+            torch.full((count,), 3, device=DEVICE),
+            top_p.to(DEVICE),
+            torch.zeros(count, device=DEVICE),
+            "joint",
+        )
+        coins = Coins(
+            torch.full((count, 2), below_one - 2e-6, device=DEVICE),
+            torch.full((count,), below_one, device=DEVICE),
+        )
+        given = rows[:, None].expand(-1, 2, -1).contiguous().to(DEVICE)
+        output = TritonBackend().verify(
+            to_verify_input([tree] * count, device=DEVICE),
+            given,
+            torch.full((count,), T, device=DEVICE),
+            coins,
+            2,
+            filters,
+        )
+        tokens = output.predicts.view(count, 2).tolist()
+        for request in certain.nonzero().flatten().tolist():
+            accepted = output.accept_token_num[request].item() == 1
+            assert accepted == alone[request], (what, request, float(tops[request]))
+            last = tokens[request][1 if accepted else 0]
+            assert last == (0 if alone[request] else 1), (what, request)
+            held += 1
+    assert held > 20

@@ -12,7 +12,7 @@ import numpy as np
 from treeconv import _law_checks as plain
 from treeconv import oracle
 from treeconv._drive import as_probs, decide, measure
-from treeconv._planted_cases import deep_cuts
+from treeconv._planted_cases import deep_cuts, kept_alone
 from treeconv.filters import FILTER_ORDERS
 from treeconv.judge import Violation, judge, target_rows
 from treeconv.tree import DraftTree
@@ -27,9 +27,19 @@ _MAX_SETTINGS = 16  # filters of one row that are tried, in each order
 
 
 def filters(case: VerifyCase, backend: Backend, device: str) -> int:
-    """The whole case at its coins and at spread ones, then every boundary of every request's filtered law."""
+    """The whole case at its coins and at spread ones, then every boundary of every request's filtered law.
+
+    From logits also where a single token is kept of a row far from zero.
+    """
     judged = plain.oracle_agreement(case, backend, device)
-    return judged + plain.critical_coins(case, backend, device)
+    judged += plain.critical_coins(case, backend, device)
+    if case.kind == "probs":
+        return judged
+    made = kept_alone(case)
+    try:
+        return judged + plain.critical_coins(made, backend, device)
+    except Violation as violation:
+        raise replace(violation, case=made) from None
 
 
 def wide(case: VerifyCase, backend: Backend, device: str) -> int:

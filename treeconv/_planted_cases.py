@@ -23,6 +23,7 @@ __all__ = [
     "each_greedy",
     "far_below",
     "forbidden_top",
+    "kept_alone",
     "repeated_top",
     "ties_of_zeros",
     "unusable_roots",
@@ -33,6 +34,8 @@ __all__ = [
 _LARGE = 200  # tokens: half of them are more than a block
 _FLAT = 4099  # tokens of a flat row: beyond what may be sorted of it, no whole number of tiles
 _DEPTHS = (300, 1100, _FLAT // 2)  # of a cut: behind short lists, behind lists of 1024, at half of the row
+_DISTANCES = (520, 640)  # temperatures between zero and a row's largest logit
+_HAIR = 4e-6  # relative: beyond the band of a token at a few temperatures from the largest
 _WIDER = 70  # tokens that a vocabulary is made wider by: two blocks of 32 at least
 
 
@@ -79,6 +82,29 @@ def deep_cuts(case: VerifyCase) -> VerifyCase:
     root = DraftTree((-1,), (0,))
     coins = {"accept": np.zeros(1, np.float32), "final": coin}
     requests = [Request(root, row[None], 1.0, **coins, **one) for one in filters]
+    return replace(case, requests=tuple(requests), num_draft_tokens=None, depth_cap=None)
+
+
+def kept_alone(case: VerifyCase) -> VerifyCase:
+    """Requests whose filter keeps the largest token alone, which is drafted, or with one more by a hair.
+
+    Their logits are hundreds of temperatures from zero, where ``x / T`` and powers of two near it are rounded
+    by more than what float32 makes of ``(x - max) / T``: the kept mass is no longer the token's own.
+    """
+    subject = case.requests[0]
+    temperature = np.float32(subject.temperature or 1.0)
+    requests = []
+    for distance in _DISTANCES:
+        row = subject.rows[0] - subject.rows[0].max() + np.float32(distance) * temperature
+        row = round_rows(row[None], case.rows_dtype)[0]
+        top = int(row.argmax())
+        share = float(target_probs(row, float(temperature))[top])
+        filters = [{"top_k": 1}]
+        filters += [{"top_p": p} for p in (share * (1 - _HAIR), share * (1 + _HAIR)) if p < 1]
+        tree = DraftTree((-1, 0), (0, top))
+        coins = {"accept": np.full(2, 0.5, np.float32), "final": 0.5}
+        rows = np.stack([row, row])
+        requests += [Request(tree, rows, float(temperature), **coins, **one) for one in filters]
     return replace(case, requests=tuple(requests), num_draft_tokens=None, depth_cap=None)
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from treeconv.kernels.halves import greatest, least, summed
 from treeconv.kernels.published_words import as_float
-from treeconv.kernels.row_chunks import chunk_weight, ordered, unordered
+from treeconv.kernels.row_chunks import chunk_weight, ordered, slow_mass, unordered
 
 __all__ = ["SUM_SLACK", "limits", "list_largest", "weighed"]
 
@@ -43,9 +43,10 @@ def weighed(
         peaks = tl.where(keys > 0, unordered(keys), 0.0)
         masses = sums
     else:
-        peaks = chunk_weight(unordered(keys), top, before, after, rate, limit, PTX)
-        peaks = tl.where(inside, peaks, 0.0)
-        masses = sums * peaks
+        # A weight makes up for how its chunk's exponents were rounded: it is not the maximum's own mass.
+        tokens = unordered(keys)
+        peaks = tl.where(inside, slow_mass(tokens, top, before, after, rate, PTX), 0.0)
+        masses = sums * tl.where(inside, chunk_weight(tokens, top, before, after, rate, limit, PTX), 0.0)
     return units, peaks, masses
 
 
