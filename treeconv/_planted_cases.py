@@ -99,12 +99,11 @@ def kept_alone(case: VerifyCase) -> VerifyCase:
         row = round_rows(row[None], case.rows_dtype)[0]
         top = int(row.argmax())
         share = float(target_probs(row, float(temperature))[top])
-        filters = [{"top_k": 1}]
+        filters: list[dict[str, Any]] = [{"top_k": 1}]
         filters += [{"top_p": p} for p in (share * (1 - _HAIR), share * (1 + _HAIR)) if p < 1]
         tree = DraftTree((-1, 0), (0, top))
-        coins = {"accept": np.full(2, 0.5, np.float32), "final": 0.5}
-        rows = np.stack([row, row])
-        requests += [Request(tree, rows, float(temperature), **coins, **one) for one in filters]
+        accept, rows = np.full(2, 0.5, np.float32), np.stack([row, row])
+        requests += [Request(tree, rows, float(temperature), accept, 0.5, **one) for one in filters]
     return replace(case, requests=tuple(requests), num_draft_tokens=None, depth_cap=None)
 
 
