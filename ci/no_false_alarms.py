@@ -77,11 +77,12 @@ each sampler judged on it. Few cases are for slow pairs: `triton` in its interpr
 `filter_faults.Pivot` under `filters-wide`. Made by `ci/no_false_alarms.py`, which adds to it. Counts are
 of the laws and samplers as they are: where one was changed, what it had before was taken out.
 
-The last two things that it flagged were faults. Four of these samplers added up in float32 one token after the
-other, and of 1,055 equal masses that came out further off than the oracle's band: they add up as a device
-scans now (`test_a_right_sampler_adds_up_thousands_of_equal_masses`). And `triton` took a chunk's weight for the
-mass of its largest token, off by 1e-5 far from zero, so that top-p kept a token too few: that is mended, and
-`filters-logits` finds it in its first case, in `kept-mass-of-a-rounded-exponent` too.
+The last two things that it flagged were faults. Four of these samplers added up in float32 one token
+after the other, and of 1,055 equal masses that came out further off than the oracle's band: they add up
+as a device scans now (`test_a_right_sampler_adds_up_thousands_of_equal_masses`). And `triton` took a
+chunk's weight for the mass of its largest token, off by 1e-5 far from zero, so that top-p kept a token
+too few: that is mended, and `filters-logits` finds it in a case or two, as the planted fault
+`kept-mass-of-a-rounded-exponent`.
 
 """
 
