@@ -6,8 +6,8 @@ probabilities (``PROBS`` true; taken as they are), after top-k, top-p and min-p 
 (:mod:`.filtered_rows`). Logits are those that a bias and a bitmask leave where there are any
 (:mod:`.row_values`). Every element of every output is written on every call. A pointer outside ``[0, N)``
 counts as -1, every loop is bounded by N, a candidate outside ``[0, V)`` has mass zero: no input makes the
-kernel hang or leave its buffers. A row the walk does not visit is never read (its lines may be prefetched
-into the L2 cache).
+kernel hang or leave its buffers. Settings out of range silence their request, and ``status`` says so. A row
+the walk does not visit is never read (its lines may be prefetched into the L2 cache).
 
 **Arithmetic.** A row is cut into at most 64 chunks of ``CHUNK`` tokens, a function of V alone. Each chunk
 yields three numbers that do not depend on who computes them: its maximum ``c``, the sum of
