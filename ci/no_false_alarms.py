@@ -72,8 +72,8 @@ Right samplers, ours and odd ones (`tests/quality/right_samplers.py`), under eve
 {cases} cases, {decisions} decisions, **{alarms} alarms**. The aim is {aim} cases for each of {pairs} pairs of
 sampler and law; {reached} pairs have reached it so far. {firsts} pairs come first, those of our samplers
 (`triton` on a CUDA device), of one in float64, one in bf16, one that sums in reverse order, and of
-draw-and-match: of these {first} have reached it, and the fewest cases are {fewest}. A case counts once for
-each sampler judged on it. Few cases are for slow pairs: `triton` in its interpreter, and
+draw-and-match: of these {first} have reached it, {untried} have no case yet, and the others have {fewest} at least.
+A row below counts laws with cases alone. A case counts once for each sampler judged on it. Few cases are for slow pairs: `triton` in its interpreter, and
 `filter_faults.Pivot` under `filters-wide`. Made by `ci/no_false_alarms.py`, which adds to it. Counts are
 of the laws and samplers as they are: where one was changed, what it had before was taken out.
 
@@ -323,6 +323,7 @@ def render() -> str:
         reached=sum(counts[0] >= AIM for counts in every),
         first=sum(counts[0] >= AIM for counts in firsts),
         firsts=stored["firsts"],
+        untried=stored["firsts"] - len(firsts),
         fewest=f"{min(counts[0] for counts in firsts):,}",
     )
     rows = []

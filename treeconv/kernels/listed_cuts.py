@@ -44,9 +44,9 @@ def weighed(
         masses = sums
     else:
         # A weight makes up for how its chunk's exponents were rounded: it is not the maximum's own mass.
-        tokens = unordered(keys)
-        peaks = tl.where(inside, slow_mass(tokens, top, before, after, rate, PTX), 0.0)
-        masses = sums * tl.where(inside, chunk_weight(tokens, top, before, after, rate, limit, PTX), 0.0)
+        maxima = unordered(keys)
+        peaks = tl.where(inside, slow_mass(maxima, top, before, after, rate, PTX), 0.0)
+        masses = sums * tl.where(inside, chunk_weight(maxima, top, before, after, rate, limit, PTX), 0.0)
     return units, peaks, masses
 
 
