@@ -68,13 +68,14 @@ FEW = 10  # cases of a job for slow samplers alone
 BANDED = ("logits", "wide", "chains", "batches", "filtered_logits", "filtered_wide")
 HEAD = """# No false alarms
 
-Right samplers, ours and odd ones (`tests/quality/right_samplers.py`), under every law that applies to them:
-{cases} cases, {decisions} decisions, **{alarms} alarms**. The aim is {aim} cases for each of {pairs} pairs of
-sampler and law; {reached} pairs have reached it so far. {firsts} pairs come first, those of our samplers
-(`triton` on a CUDA device), of one in float64, one in bf16, one that sums in reverse order, and of
-draw-and-match: of these {first} have reached it, {untried} have no case yet, and the others have {fewest} at least.
-A row below counts laws with cases alone. A case counts once for each sampler judged on it. Few cases are for
-slow pairs: `triton` in its interpreter, and `filter_faults.Pivot` under `filters-wide`. Made by `ci/no_false_alarms.py`, which adds to it. Counts are
+Right samplers, ours and odd ones (`tests/quality/right_samplers.py`), under every law that applies to
+them: {cases} cases, {decisions} decisions, **{alarms} alarms**. The aim is {aim} cases for each of
+{pairs} pairs of sampler and law; {reached} pairs have reached it so far. {firsts} pairs come first,
+those of our samplers (`triton` on a CUDA device), of one in float64, one in bf16, one that sums in
+reverse order, and of draw-and-match: of these {first} have reached it, {untried} have no case yet, and
+the others have {fewest} at least. A row below counts laws with cases alone. A case counts once for each
+sampler judged on it. Few cases are for slow pairs: `triton` in its interpreter, and
+`filter_faults.Pivot` under `filters-wide`. Made by `ci/no_false_alarms.py`, which adds to it. Counts are
 of the laws and samplers as they are: where one was changed, what it had before was taken out.
 
 The last two things that it flagged were faults. Four of these samplers added up in float32 one token
